@@ -96,18 +96,19 @@ class Run:
             ) from None
 
     @contextlib.contextmanager
-    def stage(self, name: str, inputs: dict[str, Any]) -> Iterator[Stage]:
+    def stage(self, name: str, inputs: dict[str, Any], record: bool = True) -> Iterator[Stage]:
         """Run a stage under its fingerprint: a hash of `inputs`, which name everything that its result depends on.
 
-        The record is written only when the block ends without an error, so a stage that dies is never finished.
+        The record is written only when the block ends without an error, so a stage that dies is never finished;
+        `record` false (a process that only takes part) writes none.
         """
         fingerprint = sha256_json({"stage": name, **inputs})
-        record = self.manifest["stages"].get(name)
-        same = record is not None and record["fingerprint"] == fingerprint
-        stage = Stage(name, fingerprint, needed=not same, stale=record is not None and not same)
+        before = self.manifest["stages"].get(name)
+        same = before is not None and before["fingerprint"] == fingerprint
+        stage = Stage(name, fingerprint, needed=not same, stale=before is not None and not same)
         start = time.time()
         yield stage
-        if stage.needed:
+        if stage.needed and record:
             manifest = self.manifest
             manifest.update(provenance())
             manifest["stages"][name] = {
