@@ -22,35 +22,54 @@ from torch import Tensor
 CHUNK_BYTES = 48 * 2**20
 """Size of one float32 chunk of logits; a handful of such chunks is alive at once."""
 
-Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(z [n, V], p [n, V], label int64 [n] or -1) -> (value [n], gradient by z [n, V]); z may be overwritten."""
+
+@dataclass(frozen=True)
+class Truth:
+    """The target's distributions of n positions, from which every step's loss of these positions is taken."""
+
+    p: Tensor
+    """float32 [n, V]"""
+    entropy: Tensor
+    """[n], of p, in nats"""
+    label: Tensor
+    """int64 [n]: draft id of the target's choice, -1 where the draft vocabulary lacks it"""
+
+    @classmethod
+    def of(cls, logits: Tensor, label: Tensor) -> "Truth":
+        log_p = torch.log_softmax(logits, -1, dtype=torch.float32)
+        p = log_p.exp()
+        return cls(p, -torch.linalg.vecdot(p, log_p), label)
 
 
-def kl(z: Tensor, p: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+Loss = Callable[[Tensor, Truth], tuple[Tensor, Tensor]]
+"""(logits z [n, V], truth) -> (value [n], gradient by z [n, V])."""
+
+
+def kl(z: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
     log_q = torch.log_softmax(z, -1, dtype=torch.float32)
-    value = torch.special.xlogy(p, p).sum(-1) - torch.linalg.vecdot(p, log_q)
-    return value, log_q.exp_().sub_(p)
+    value = -truth.entropy - torch.linalg.vecdot(truth.p, log_q)
+    return value, log_q.exp_().sub_(truth.p)
 
 
-def ce(z: Tensor, p: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+def ce(z: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
     log_q = torch.log_softmax(z, -1, dtype=torch.float32)
-    inside = label >= 0  # the target's choice is in the draft vocabulary; else nothing can be learnt from it
-    index = label.clamp(min=0)[:, None]
+    inside = truth.label >= 0  # the target's choice is in the draft vocabulary; else nothing can be learnt from it
+    index = truth.label.clamp(min=0)[:, None]
     value = -log_q.gather(-1, index)[:, 0] * inside
     gradient = log_q.exp_()
     gradient.scatter_add_(-1, index, torch.full_like(index, -1, dtype=gradient.dtype))
     return value, gradient.mul_(inside[:, None])
 
 
-def tv(z: Tensor, p: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+def tv(z: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
     q = torch.softmax(z, -1, dtype=torch.float32)
-    slope = -(q < p).to(q.dtype)  # d value / d q
-    value = 1 - torch.minimum(p, q).sum(-1)
+    slope = -(q < truth.p).to(q.dtype)  # d value / d q
+    value = 1 - torch.minimum(truth.p, q).sum(-1)
     return value, q.mul_(slope - torch.linalg.vecdot(q, slope)[:, None])
 
 
-def lk(z: Tensor, p: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    distance, gradient = tv(z, p, label)
+def lk(z: Tensor, truth: Truth) -> tuple[Tensor, Tensor]:
+    distance, gradient = tv(z, truth)
     overlap = (1 - distance).clamp(min=1e-6)
     return -overlap.log(), gradient.div_(overlap[:, None])
 
@@ -86,12 +105,12 @@ class _FusedLinearLoss(torch.autograd.Function):
         cast_teacher = teacher.weight.to(matmul_dtype)
         for start in range(0, positions, chunk):
             part = slice(start, start + chunk)
-            p = torch.softmax(teacher.hidden[part].to(matmul_dtype) @ cast_teacher.T, -1, dtype=torch.float32)
+            truth = Truth.of(teacher.hidden[part].to(matmul_dtype) @ cast_teacher.T, teacher.label[part])
             for step in range(steps):
                 x = student[step, part].to(matmul_dtype)
                 z = x @ cast.T
                 guesses[step, part] = z.argmax(-1)
-                values[step, part], gradient = loss(z, p, teacher.label[part])
+                values[step, part], gradient = loss(z, truth)
                 if need:
                     gradient = gradient.mul_(weights[step, part, None]).to(matmul_dtype)
                     grad_student[step, part] = (gradient @ cast).to(student.dtype)
