@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,9 @@ def capture(config: Config, run: Run) -> None:
         with disk_errors(run.features):
             _Capture(config, run.features, target, layers, stage.fingerprint).write(samples)
         tokens = sum(len(sample.token_ids) for sample in samples)
-        stage.facts.update(tokens=tokens, samples=len(samples), aux_layers=layers, index=sha256_file(run.features / INDEX))
+        stage.facts.update(
+            tokens=tokens, samples=len(samples), aux_layers=layers, index=sha256_file(run.features / INDEX)
+        )
 
 
 def aux_layers(requested: Sequence[int] | None, num_layers: int) -> list[int]:
@@ -77,7 +79,9 @@ def aux_layers(requested: Sequence[int] | None, num_layers: int) -> list[int]:
         return [2, num_layers // 2, num_layers - 3] if num_layers >= 7 else sorted({0, num_layers // 2, num_layers})
     ids = list(requested)
     if not ids or max(ids) > num_layers:
-        raise UserError(f"features.aux_layers: {ids} must name layers from 0 (the embedding) to {num_layers}, the target's last.")
+        raise UserError(
+            f"features.aux_layers: {ids} must name layers from 0 (the embedding) to {num_layers}, the target's last."
+        )
     if ids != sorted(set(ids)):
         raise UserError(f"features.aux_layers: {ids} must rise, each id once, as vLLM takes them: {sorted(set(ids))}.")
     return ids
@@ -99,13 +103,13 @@ def _check_samples(samples: Sequence[Sample], target: Target) -> None:
     for sample in samples:
         if int(sample.token_ids.max()) >= target.vocab_size or int(sample.token_ids.min()) < 0:
             raise UserError(
-                f"Sample {sample.id} holds token ids outside the target's vocabulary of {target.vocab_size}: it was made "
-                "with another tokenizer. Run prepare again."
+                f"Sample {sample.id} holds token ids outside the target's vocabulary of {target.vocab_size}: it was "
+                "made with another tokenizer. Run prepare again."
             )
         if longest and len(sample.token_ids) > longest:
             raise UserError(
-                f"Sample {sample.id} has {len(sample.token_ids)} tokens; the target takes {longest}. Lower data.max_length "
-                "and run prepare again."
+                f"Sample {sample.id} has {len(sample.token_ids)} tokens; the target takes {longest}. Lower "
+                "data.max_length and run prepare again."
             )
 
 
@@ -115,7 +119,9 @@ def _complete(directory: Path, fingerprint: str) -> bool:
         return False
     index = read_json(directory / INDEX)
     files = [(directory / shard["file"], shard["bytes"]) for shard in index["shards"]]
-    return index["fingerprint"] == fingerprint and all(path.is_file() and path.stat().st_size == size for path, size in files)
+    return index["fingerprint"] == fingerprint and all(
+        path.is_file() and path.stat().st_size == size for path, size in files
+    )
 
 
 class _Capture:
@@ -136,13 +142,16 @@ class _Capture:
             total = sum(map(_tokens, shards.values()))
             done = sum(_tokens(shards[name]) for name in records)
             task = bar.add_task("capture", total=total, completed=done, detail="")
-            start = time.perf_counter()
             probe = _Probe(self.target, self.layers) if missing else None
+            start = time.perf_counter()
+
+            def advance(tokens: int) -> None:
+                rate = (bar.tasks[0].completed + tokens - done) / (time.perf_counter() - start)
+                bar.update(task, advance=tokens, detail=f"{rate:.0f} tok/s")
+
             for name in missing:
                 assert probe
-                records[name] = self._write_shard(name, shards[name], probe, partial(bar.advance, task))
-                rate = (bar.tasks[0].completed - done) / (time.perf_counter() - start)
-                bar.update(task, detail=f"{rate:.0f} tok/s")
+                records[name] = self._write_shard(name, shards[name], probe, advance)
         self._write_index(samples, shards, records)
 
     def _clean(self, names: set[str]) -> None:
@@ -166,12 +175,14 @@ class _Capture:
         needed, free = _tokens(samples) * token, shutil.disk_usage(self.directory).free
         if needed > free:
             raise UserError(
-                f"The features need {needed / 1e9:.2f} GB in {self.directory} ({_tokens(samples)} tokens of {token} bytes) "
-                f"and {free / 1e9:.2f} GB are free. Free space, set `runs_dir` to another disk, or take less data "
-                "(data.sources, data.max_length)."
+                f"The features need {needed / 1e9:.2f} GB in {self.directory} ({_tokens(samples)} tokens of {token} "
+                f"bytes) and {free / 1e9:.2f} GB are free. Free space, set `runs_dir` to another disk, or take less "
+                "data (data.sources, data.max_length)."
             )
 
-    def _write_shard(self, name: str, samples: Sequence[Sample], probe: "_Probe", advance: Any) -> dict[str, Any]:
+    def _write_shard(
+        self, name: str, samples: Sequence[Sample], probe: "_Probe", advance: Callable[[int], None]
+    ) -> dict[str, Any]:
         offsets = [0, *itertools.accumulate(len(sample.token_ids) for sample in samples)]
         tensors = {
             "token_ids": torch.cat([sample.token_ids for sample in samples]).long(),
@@ -182,11 +193,10 @@ class _Capture:
             "teacher_logsumexp": torch.zeros(offsets[-1]),
             "offsets": torch.tensor(offsets),
         }
-        starts = dict(zip((sample.id for sample in samples), offsets, strict=False))
+        places = map(slice, offsets[:-1], offsets[1:])
         for batch in _batches(samples, self.settings.tokens_per_batch):
             for sample, states in zip(batch, probe.run(batch), strict=True):
-                start, end = starts[sample.id], starts[sample.id] + len(sample.token_ids)
-                self._fill(tensors, slice(start, end), sample, states, probe)
+                self._fill(tensors, next(places), sample, states, probe)
             advance(_tokens(batch))
         path = self.directory / f"{name}.safetensors"
         with write_aside(path) as aside:
@@ -201,8 +211,10 @@ class _Capture:
         write_json(self.directory / f"{name}.json", record)
         return record
 
-    def _fill(self, tensors: dict[str, Tensor], place: slice, sample: Sample, states: list[Tensor], probe: "_Probe") -> None:
-        """Put one sample's states ([T, H] at each auxiliary layer, then after the final norm) into the shard's tensors."""
+    def _fill(
+        self, tensors: dict[str, Tensor], place: slice, sample: Sample, states: list[Tensor], probe: "_Probe"
+    ) -> None:
+        """Put one sample's states, each [T, H] (at every auxiliary layer, then after the final norm), into a shard."""
         stored = [state.to(self.dtype).cpu() for state in states]
         for layer, state, kept in zip([*self.layers, None], states, stored, strict=True):
             self._check_states(sample, layer, state, kept)
@@ -224,15 +236,22 @@ class _Capture:
         )
         if bool(finite.all()):
             token = int((peaks == 0).nonzero()[0])
-            raise UserError(f"{where} are all zero at token {token}. Its weights are damaged or were not loaded; check {self.target.path}.")
+            raise UserError(
+                f"{where} are all zero at token {token}. Its weights are damaged or were not loaded: check "
+                f"{self.target.path}."
+            )
         if bool(state.isfinite().all()):
-            raise UserError(f"{where} do not fit into {self.settings.dtype}. Set features.dtype to bfloat16 or float32.")
+            raise UserError(
+                f"{where} do not fit into {self.settings.dtype}. Set features.dtype to bfloat16 or float32."
+            )
         raise UserError(
-            f"{where} hold NaN or infinity. The likely cause is an overflow in {self.target.dtype}: set target.dtype to "
-            f"bfloat16 or float32. If it is not that, the weights in {self.target.path} are damaged."
+            f"{where} hold NaN or infinity. The likely cause is an overflow in {self.target.dtype}: set target.dtype "
+            f"to bfloat16 or float32. If it is not that, the weights in {self.target.path} are damaged."
         )
 
-    def _write_index(self, samples: Sequence[Sample], shards: dict[str, list[Sample]], records: dict[str, dict[str, Any]]) -> None:
+    def _write_index(
+        self, samples: Sequence[Sample], shards: dict[str, list[Sample]], records: dict[str, dict[str, Any]]
+    ) -> None:
         entries: dict[str, dict[str, Any]] = {}
         for name, group in shards.items():
             offset = 0
@@ -263,7 +282,7 @@ class _Probe:
         self.head: nn.Module = self.model.get_output_embeddings()
         self.rows = max(1, LOGIT_BYTES // (target.vocab_size * (4 + self.head.weight.element_size())))
         self.layers, self.kept = layers, dict[int, Tensor]()
-        # The input of layer i is the residual stream after i layers; transformers' own hidden_states[n] is after the norm.
+        # the input of layer i is the residual stream after i layers; transformers' hidden_states[n] is after the norm
         inputs = [*self.decoder.layers, self.decoder.norm]
         for layer in layers:
             inputs[layer].register_forward_pre_hook(partial(self._keep, layer), with_kwargs=True)
@@ -284,13 +303,13 @@ class _Probe:
     @torch.inference_mode()
     def teacher(self, final: Tensor) -> tuple[Tensor, Tensor]:
         """The target's choice (int64 [P]) and the log-sum-exp (float32 [P]) of its logits at P final states [P, H]."""
-        argmax, logsumexp = [torch.empty(0, dtype=torch.int64)], [torch.empty(0)]
+        argmax, logsumexp = list[Tensor](), list[Tensor]()
         for rows in final.split(self.rows):
             logits = self.head(rows).float()
             highest, choice = logits.max(-1)
-            argmax.append(choice.cpu())
+            argmax.append(choice)
             # in place: a second array of this size would double the peak
-            logsumexp.append((logits.sub_(highest[:, None]).exp_().sum(-1).log_() + highest).cpu())
+            logsumexp.append(logits.sub_(highest[:, None]).exp_().sum(-1).log_() + highest)
         return torch.cat(argmax), torch.cat(logsumexp)
 
     @torch.inference_mode()
@@ -302,8 +321,8 @@ class _Probe:
         ours = self.head(self.decoder(input_ids=token_ids, use_cache=False).last_hidden_state).float()
         if (logits - ours).abs().max() > 1e-3 * logits.abs().max():
             raise UserError(
-                f"target.model: {type(self.model).__name__} changes its logits after the lm_head (a soft cap or a scale); "
-                "such targets cannot be trained for."
+                f"target.model: {type(self.model).__name__} changes its logits after the lm_head (a soft cap or a "
+                "scale); no draft can be trained for such a target here."
             )
 
 
@@ -333,6 +352,6 @@ def _batches(samples: Sequence[Sample], tokens_per_batch: int) -> Iterator[list[
 
 def _progress() -> Progress:
     return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens  {task.fields[detail]}"),
-        TimeRemainingColumn(), console=Console(stderr=True),
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("tokens  {task.fields[detail]}"), TimeRemainingColumn(), console=Console(stderr=True),
     )  # fmt: skip

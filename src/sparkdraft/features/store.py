@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
@@ -103,7 +102,9 @@ class FeatureStore:
         return tensors
 
     def _damaged(self, path: Path, why: str) -> UserError:
-        return UserError(f"The feature shard {path} is damaged: {why}. Delete it and make it again. {_mend(self.directory)}")
+        return UserError(
+            f"The feature shard {path} is damaged: {why}. Delete it and make it again. {_mend(self.directory)}"
+        )
 
     def verify(self) -> None:
         """Compare every shard with its checksum (reads the whole store).

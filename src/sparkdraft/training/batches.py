@@ -60,7 +60,7 @@ def collate(samples: Sequence[Features], steps: int, dtype: torch.dtype) -> Batc
     for number, sample in enumerate(samples):
         mask = sample.loss_mask
         length = len(mask)
-        positions = torch.nonzero(mask[:-1] & mask[1:])[:, 0]  # p: x[p] was drafted from, x[p+1] is predicted
+        positions = torch.nonzero(mask[1:-1] & mask[2:])[:, 0] + 1  # p: x[p] was drafted from, x[p+1] is predicted
         first = int(positions[0]) - 1 if len(positions) else length - 1
         spans.append(Span(start, start + first, start + length))
         written = torch.cumsum((~mask).long(), 0)  # constant over a stretch of the assistant's tokens

@@ -87,8 +87,9 @@ def walk(batch: Batch, hits: Tensor) -> DraftCounts:
     hits, first_rows = hits.cpu(), batch.rows[0].cpu()
     alive, run = torch.ones(positions, dtype=torch.bool), torch.zeros(positions, dtype=torch.int64)
     for step in range(k):  # the row that has position index j at step 0 has index j + s at step s
-        alive[: positions - step] &= hits[step, step:]
-        alive[positions - step :] = False
+        left = max(0, positions - step)
+        alive[:left] &= hits[step, step:]
+        alive[left:] = False
         run += alive
     opens = torch.ones(positions + 1, dtype=torch.bool)  # positions that begin a stretch of the assistant's tokens
     opens[1:positions] = first_rows[1:] != first_rows[:-1] + 1
