@@ -19,6 +19,7 @@ from rich.console import Console
 
 from sparkdraft.config import load_config
 from sparkdraft.errors import Stopped, UserError
+from sparkdraft.files import disk_errors
 from sparkdraft.pipeline import PARENT, open_run
 
 DEFAULT_CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
@@ -105,6 +106,25 @@ def _add_stage(name: str, place: str, summary: str) -> None:
 
 for _name, (_place, _summary) in STAGES.items():
     _add_stage(_name, _place, _summary)
+
+
+@app.command()
+def responses(
+    out: Annotated[Path, typer.Option("--out", help="Where to write them.")],
+    config: ConfigFile = DEFAULT_CONFIG,
+    overrides: Overrides = None,
+) -> None:
+    """Answer the built-in prompts with the target, as the files that ship with the package."""
+
+    def action() -> None:
+        from sparkdraft.data.regenerate import ship
+
+        loaded = load_config(config, overrides)
+        with disk_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+            ship(loaded, out)
+
+    raise typer.Exit(exit_code(action))
 
 
 @app.command()
