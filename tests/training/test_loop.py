@@ -109,8 +109,8 @@ def test_two_processes_are_one_with_twice_the_batches(captured_copy):
     config, one = captured_copy("train.gradient_accumulation=2", name="one")
     train(config, one)
     _, two = captured_copy(name="two")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", "--mixed_precision", "no"]
-    launch += ["--num_machines", "1", "--dynamo_backend", "no", "--main_process_port", "0"]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--mixed_precision", "no", "--num_machines", "1", "--dynamo_backend", "no", "--main_process_port", "0"]
     subprocess.run([*launch, "-m", "sparkdraft.cli", *command(two)[3:]], check=True, capture_output=True)
     ours, theirs = dict(losses(one)), dict(losses(two))
     assert ours.keys() == theirs.keys()

@@ -104,15 +104,15 @@ def shipped_answers(target: Target, config: DataConfig) -> dict[str, dict[str, A
 
 
 def ship(config: Config, directory: Path) -> None:
-    """Answer the built-in prompts anew and write the two files that ship with the package, with their provenance."""
+    """Answer the built-in prompts and write the two files that ship with the package, with their provenance.
+
+    What ships already and was made by the same target with the same settings is kept; delete it to make it anew.
+    """
     target = Target.open(config.target)
     prompts, _ = load_prompts(DataConfig())
+    directory.mkdir(parents=True, exist_ok=True)
     working = directory / f"{target.name}.part"
-    with working.open("a", encoding="utf-8") as file:
-        done = read_conversations(working)
-        missing = [prompt for prompt in prompts if prompt.id not in done]
-        if missing:
-            _Regeneration(target, config.data, file).run(missing, total=len(prompts))
+    regenerate(prompts, target, config.data, working)
     rows = read_conversations(working)
     lines = [json.dumps(rows[prompt.id], ensure_ascii=False) + "\n" for prompt in prompts]
     write_text(directory / f"{target.name}.jsonl", "".join(lines))

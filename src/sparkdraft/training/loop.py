@@ -67,6 +67,7 @@ def _accelerator(config: Config, run: Run) -> Accelerator:
     if precision == "auto":
         precision = "bf16" if torch.cuda.is_available() else "no"
     accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),  # without it, several processes on a CPU would each train alone
         mixed_precision=precision,
         log_with=list(config.train.trackers) or None,
         project_dir=run.path,
