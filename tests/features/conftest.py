@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from sparkdraft.data.samples import prepare
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparkdraft.config import Config
+from sparkdraft.data.samples import prepare
 from sparkdraft.run import Run
 
 WORDS = (

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from sparkdraft.data.samples import load_samples
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sparkdraft.config import TargetConfig
+from sparkdraft.data.samples import load_samples
 from sparkdraft.errors import UserError
 from sparkdraft.features import capture as module
 from sparkdraft.features.capture import aux_layers, capture

@@ -75,7 +75,10 @@ def test_walk_equals_decoding_a_token_at_a_time(mask_lists, k, seed):
                 run += 1
             following = t + run + 1
             # an answer that ends inside the block hands over to the next one's first row
-            t = next((u for u in range(t + 1, following) if not mask[u + 1] or not mask[min(u + 2, len(mask) - 1)]), following)
+            t = next(
+                (u for u in range(t + 1, following) if not mask[u + 1] or not mask[min(u + 2, len(mask) - 1)]),
+                following,
+            )
     counts = walk(batch, hits)
     assert (counts.drafts, counts.accepted_per_position) == (drafts, accepted)
     assert 1 <= counts.acceptance_length <= k + 1

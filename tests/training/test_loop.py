@@ -27,7 +27,11 @@ def command(run, *overrides: str) -> list[str]:
 def final_state(run) -> dict[str, torch.Tensor]:
     """Every tensor of the last checkpoint: weights, optimiser, RNG."""
     last = checkpoints(run.checkpoints)[-1]
-    return {f"{file.name}:{name}": value for file in sorted(last.path.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        f"{file.name}:{name}": value
+        for file in sorted(last.path.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
 def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

@@ -17,7 +17,14 @@ from sparkdraft.errors import UserError
 
 BUILTIN = files("sparkdraft.data") / "builtin"
 
-_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant", "system": "system"}
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "system": "system",
+}
 
 _SUMMARISE = (
     "Summarize: {text}",
@@ -101,7 +108,9 @@ def _read_jsonl(path: Path) -> Iterator[Prompt]:
                         raise UserError(f"{path}, line {number} is not valid JSON: {error}") from error
                     yield _prompt(row, path.stem, f"{path}, line {number}")
     except FileNotFoundError:
-        raise UserError(f"data.sources: {path} does not exist. Give a .jsonl file, a `datasets` name or `builtin`.") from None
+        raise UserError(
+            f"data.sources: {path} does not exist. Give a .jsonl file, a `datasets` name or `builtin`."
+        ) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from error
 

@@ -220,7 +220,7 @@ class Generator:
         draws = [torch.Generator().manual_seed(int(digest(name), 16) % 2**63) for name in names]
         answers: list[list[int]] = [[] for _ in prompts]
         rows = list(range(len(prompts)))
-        for step in range(self.config.max_new_tokens):
+        for _ in range(self.config.max_new_tokens):
             logits = self.model(
                 input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
             ).logits[:, -1]

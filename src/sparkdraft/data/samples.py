@@ -80,9 +80,7 @@ def _start(directory: Path, fingerprint: str) -> None:
         write_json(marker, fingerprint)
 
 
-def _conversations(
-    prompts: Sequence[Prompt], target: Target, config: DataConfig, path: Path
-) -> list[dict[str, Any]]:
+def _conversations(prompts: Sequence[Prompt], target: Target, config: DataConfig, path: Path) -> list[dict[str, Any]]:
     """Every prompt with its answers: the target's own, or those that the source holds."""
     Template(target.tokenizer, config.template_arguments)  # says at once if there is no template
     if config.regenerate:
@@ -169,7 +167,9 @@ def load_samples(directory: Path) -> list[Sample]:
     try:
         tensors = load_file(directory / TENSORS)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{directory / TENSORS} cannot be read ({error}). Delete {directory} and run prepare again.") from error
+        raise UserError(
+            f"{directory / TENSORS} cannot be read ({error}). Delete {directory} and run prepare again."
+        ) from error
     offsets = tensors["offsets"].tolist()
     return [
         Sample(**row, token_ids=tensors["token_ids"][start:end], loss_mask=tensors["loss_mask"][start:end].bool())
@@ -181,9 +181,12 @@ def _say(facts: dict[str, Any], samples: Sequence[Sample]) -> None:
     table = Table("kind", "samples", "tokens", "trained", title="Samples")
     for kind in sorted({sample.kind for sample in samples}):
         mine = [sample for sample in samples if sample.kind == kind]
-        tokens, trained = (sum(int(x) for x in values) for values in ([len(s.token_ids) for s in mine], [s.loss_mask.sum() for s in mine]))
+        tokens, trained = (
+            sum(int(x) for x in values)
+            for values in ([len(s.token_ids) for s in mine], [s.loss_mask.sum() for s in mine])
+        )
         table.add_row(kind, f"{len(mine):,}", f"{tokens:,}", f"{trained:,}")
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)
     console.print(table)
     console.print(
         f"prepare: {facts['prompts']:,} prompts ({facts['duplicates']} duplicates dropped), {facts['samples']:,} samples "

@@ -58,7 +58,9 @@ class Template:
                 )
             )
         except (TemplateError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"The chat template of {self.tokenizer.name_or_path} refuses a conversation: {error}") from error
+            raise UserError(
+                f"The chat template of {self.tokenizer.name_or_path} refuses a conversation: {error}"
+            ) from error
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids that the target is given to answer with."""
@@ -106,9 +108,7 @@ class Template:
         at, length = min(found)
         return start, content_end, content_end + at + length
 
-    def _sequence(
-        self, text: str, spans: list[tuple[int, int, int]], finished: bool, max_length: int
-    ) -> Encoded:
+    def _sequence(self, text: str, spans: list[tuple[int, int, int]], finished: bool, max_length: int) -> Encoded:
         """Tokenise a text and mark the tokens that lie in the spans; nothing is kept after the last trained one."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         last_span = len(spans) - 1

@@ -136,7 +136,9 @@ class Eagle3Config(BaseModel):
             return cls.model_validate(values)
         except ValidationError as error:
             first = error.errors()[0]
-            raise UserError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}. Export the draft again.") from error
+            raise UserError(
+                f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}. Export the draft again."
+            ) from error
 
 
 def _plain_rope(config: Any) -> dict[str, Any]:

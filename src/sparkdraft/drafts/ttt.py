@@ -85,7 +85,7 @@ class _UnrolledAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, own_k, own_v, spans: list[Span]) -> Tensor:  # type: ignore[override]
+    def forward(ctx, q, k, v, own_k, own_v, spans: list[Span]) -> Tensor:
         scale = q.shape[-1] ** -0.5
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)  # [R, Hq]
@@ -93,15 +93,14 @@ class _UnrolledAttention(torch.autograd.Function):
         for span in spans:
             rows = slice(row, row := row + span.end - span.live)
             queries = _heads_first(q, rows.start, rows.stop)
-            merged, total = None, None
+            parts = []
             for start, end, causal in _parts(span):
                 part, part_lse, context = _flash_forward(
                     queries, _heads_first(k, start, end), _heads_first(v, start, end), causal, scale
                 )
                 contexts.append(context)
-                part, part_lse = part[0].transpose(0, 1), part_lse[0].transpose(0, 1).float()
-                merged, total = (part, part_lse) if merged is None else _merge(merged, total, part, part_lse)
-            out[rows], lse[rows] = merged, total
+                parts.append((part[0].transpose(0, 1), part_lse[0].transpose(0, 1).float()))
+            out[rows], lse[rows] = parts[0] if len(parts) == 1 else _merge(*parts[0], *parts[1])
         if len(own_k):
             scores = _own_scores(q, own_k, scale)
             own_lse = scores.logsumexp(-1)
@@ -113,25 +112,23 @@ class _UnrolledAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
+    def backward(ctx, grad: Tensor):
         q, k, v, own_k, own_v, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         contexts, row = iter(ctx.contexts), 0
         for span in ctx.spans:
             rows = slice(row, row := row + span.end - span.live)
             q_part, grad_part, out_part = (_heads_first(x, rows.start, rows.stop) for x in (q, grad, out))
             lse_part = lse[rows].transpose(0, 1)[None].contiguous()
-            total = None
             for start, end, causal in _parts(span):
                 gq, gk, gv = _flash_backward(
                     grad_part, q_part, _heads_first(k, start, end), _heads_first(v, start, end),
                     out_part, lse_part, next(contexts), causal, ctx.scale,
                 )  # fmt: skip
-                total = gq if total is None else total + gq
+                dq[rows] += gq[0].transpose(0, 1)
                 dk[start:end] += gk[0].transpose(0, 1)
                 dv[start:end] += gv[0].transpose(0, 1)
-            dq[rows] = total[0].transpose(0, 1)
         if not len(own_k):
             return dq, dk, dv, None, None, None
         weights = (_own_scores(q, own_k, ctx.scale) - lse[..., None]).exp()  # [R, Hq, i], of the whole softmax
@@ -220,7 +217,9 @@ class EagerUnrolledAttention(UnrolledAttention):
         return out.transpose(0, 1)
 
 
-def unroll(draft: Any, token_ids: Tensor, features: Tensor, spans: list[Span], attention: UnrolledAttention, steps: int) -> Tensor:
+def unroll(
+    draft: Any, token_ids: Tensor, features: Tensor, spans: list[Span], attention: UnrolledAttention, steps: int
+) -> Tensor:
     """Run the draft for `steps` steps over packed samples.
 
     Args:

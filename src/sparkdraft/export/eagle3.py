@@ -82,7 +82,9 @@ def check(trained: Eagle3Draft, directory: Path, target: Target, store: FeatureS
     logits = [_logits(draft, store) for draft in (trained, loaded)]
     changed = (logits[0].argmax(-1) != logits[1].argmax(-1)).float().mean().item()
     if changed > 0.1:
-        raise UserError(f"export: {changed:.0%} of the drafted tokens changed by rounding to {dtype}; the draft is unsound.")
+        raise UserError(
+            f"export: {changed:.0%} of the drafted tokens changed by rounding to {dtype}; the draft is unsound."
+        )
     return changed
 
 

@@ -10,7 +10,6 @@ import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from sparkdraft.config import Config
 from sparkdraft.data.samples import Sample, load_samples
 from sparkdraft.errors import UserError
 from sparkdraft.features.store import INDEX, Entry
+from sparkdraft.features.taps import Taps
 from sparkdraft.files import disk_errors, read_json, remove, remove_leftovers, sha256_file, write_aside, write_json
 from sparkdraft.run import Run
 from sparkdraft.target import Target
@@ -281,22 +281,15 @@ class _Probe:
         self.decoder: nn.Module = self.model.get_decoder()
         self.head: nn.Module = self.model.get_output_embeddings()
         self.rows = max(1, LOGIT_BYTES // (target.vocab_size * (4 + self.head.weight.element_size())))
-        self.layers, self.kept = layers, dict[int, Tensor]()
-        # the input of layer i is the residual stream after i layers; transformers' hidden_states[n] is after the norm
-        inputs = [*self.decoder.layers, self.decoder.norm]
-        for layer in layers:
-            inputs[layer].register_forward_pre_hook(partial(self._keep, layer), with_kwargs=True)
+        self.taps = Taps(self.decoder, layers)
         self._check_head()
-
-    def _keep(self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.kept[layer] = args[0] if args else kwargs["hidden_states"]
 
     @torch.inference_mode()
     def run(self, batch: Sequence[Sample]) -> Iterator[list[Tensor]]:
         """For each sample of T tokens its states, each [T, H]: at every auxiliary layer, then after the final norm."""
         token_ids = pad_sequence([sample.token_ids.long() for sample in batch], batch_first=True)
         final = self.decoder(input_ids=token_ids.to(self.model.device), use_cache=False).last_hidden_state
-        states = [*(self.kept.pop(layer) for layer in self.layers), final]
+        states = [*self.taps.take(), final]
         for row, sample in enumerate(batch):
             yield [state[row, : len(sample.token_ids)] for state in states]
 

@@ -1,1 +1,1 @@
-
+"""Reports: tables, plots and pages made from stored counts; no model is run here."""

@@ -67,7 +67,11 @@ def collate(samples: Sequence[Features], steps: int, dtype: torch.dtype) -> Batc
         for_steps, ok = [], []
         for step in range(steps):
             row = positions - 1 - step
-            ok.append((row >= first) & (written[(row + 1).clamp(min=0)] == written[positions + 1]) & mask[(row + 1).clamp(min=0)])
+            ok.append(
+                (row >= first)
+                & (written[(row + 1).clamp(min=0)] == written[positions + 1])
+                & mask[(row + 1).clamp(min=0)]
+            )
             for_steps.append((row - first).clamp(min=0) + live)
         rows.append(torch.stack(for_steps))
         valids.append(torch.stack(ok))
@@ -103,7 +107,9 @@ class Plan:
         """
         self.entries = [entry for entry in entries if entry.trained > 1]
         if not self.entries:
-            raise UserError("The feature store holds no training sample with trained tokens. Add data and run prepare again.")
+            raise UserError(
+                "The feature store holds no training sample with trained tokens. Add data and run prepare again."
+            )
         self.tokens_per_batch, self.group, self.seed = tokens_per_batch, group, seed
         self.batches_per_epoch = len(self._epoch(0))
 

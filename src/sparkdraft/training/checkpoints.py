@@ -40,7 +40,9 @@ class Checkpoint:
             state = load_file(self.path / STATE)
             saved = Eagle3Draft.load(self.path)
         except (OSError, SafetensorError, UserError) as error:
-            raise UserError(f"The checkpoint {self.path} is damaged ({error}). Delete it: training goes on from the one before.") from error
+            raise UserError(
+                f"The checkpoint {self.path} is damaged ({error}). Delete it: training goes on from the one before."
+            ) from error
         draft.load_state_dict(saved.state_dict())
         torch.set_rng_state(state.pop("rng"))
         unpack_state(optimisers, state)

@@ -113,7 +113,9 @@ class Trainer:
             self.store.verify()
         target = Target.open(config.target)
         if self.store.target_fingerprint != target.fingerprint:
-            raise UserError(f"The features in {run.features} come from another target than {target.path}. Run capture again.")
+            raise UserError(
+                f"The features in {run.features} come from another target than {target.path}. Run capture again."
+            )
         entries = self.store.entries
         self.held_out = [entry for entry in entries if entry.split == "held_out"][:HELD_OUT_SAMPLES]
         self.plan = Plan(
@@ -194,7 +196,9 @@ class Trainer:
                 if better or finished or stopping or self.step % train.save_every == 0:
                     self._save()
                 if stopping and not finished:
-                    raise Stopped(f"Stopped after step {self.step} of {self.steps}, which is saved. The same command goes on from there.")
+                    raise Stopped(
+                        f"Stopped after step {self.step} of {self.steps}, which is saved. The same command goes on from there."
+                    )
         self.accelerator.end_training()
 
     def _optimise(self, batches: list[tuple[Batch, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -264,7 +268,9 @@ class Trainer:
         drafts, *accepted = accelerator.reduce(sums).tolist()
         counts = DraftCounts(drafts, accepted)
         rates = [n / max(1, drafts) for n in accepted]
-        self._log({"held_out_acceptance_length": counts.acceptance_length, "held_out_acceptance_rate_per_position": rates})
+        self._log(
+            {"held_out_acceptance_length": counts.acceptance_length, "held_out_acceptance_rate_per_position": rates}
+        )
         if counts.acceptance_length <= self.best.acceptance_length:
             return False
         self.best = Best(self.step, counts.acceptance_length, rates)
@@ -285,7 +291,9 @@ class Trainer:
             return
         with self.run.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": self.step, **values}) + "\n")
-        self.accelerator.log({name: value for name, value in values.items() if isinstance(value, int | float)}, step=self.step)
+        self.accelerator.log(
+            {name: value for name, value in values.items() if isinstance(value, int | float)}, step=self.step
+        )
 
     def _save(self) -> None:
         if self.accelerator.is_main_process:

@@ -93,11 +93,11 @@ class _FusedLinearLoss(torch.autograd.Function):
     """Value of the weighted sum, and its gradients by `student` and `weight`, chunk by chunk in the forward pass."""
 
     @staticmethod
-    def forward(ctx, student, weight, teacher: Teacher, weights, loss: Loss, need: bool):  # type: ignore[override]
+    def forward(ctx, student, weight, teacher: Teacher, weights, loss: Loss, need: bool):
         steps, positions, _ = student.shape
         chunk = max(1, CHUNK_BYTES // (4 * len(weight)))
-        grad_student = torch.empty_like(student) if need else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if need else None
+        grad_student = torch.empty_like(student if need else student[:0])
+        grad_weight = torch.zeros(weight.shape if need else (0,), dtype=torch.float32, device=weight.device)
         values = student.new_empty((steps, positions), dtype=torch.float32)
         guesses = teacher.label.new_empty((steps, positions))
         matmul_dtype = _matmul_dtype(student)
@@ -123,7 +123,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         return (values * weights).sum(), values, guesses
 
     @staticmethod
-    def backward(ctx, grad, _values, _guesses):  # type: ignore[override]
+    def backward(ctx, grad, _values, _guesses):
         grad_student, grad_weight = ctx.saved_tensors
         return grad_student * grad, grad_weight * grad, None, None, None, None
 

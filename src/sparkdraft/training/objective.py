@@ -71,7 +71,9 @@ class DraftCounts:
 
     def add(self, other: "DraftCounts") -> None:
         self.drafts += other.drafts
-        self.accepted_per_position = [a + b for a, b in zip(self.accepted_per_position, other.accepted_per_position, strict=True)]
+        self.accepted_per_position = [
+            a + b for a, b in zip(self.accepted_per_position, other.accepted_per_position, strict=True)
+        ]
 
 
 def walk(batch: Batch, hits: Tensor) -> DraftCounts:

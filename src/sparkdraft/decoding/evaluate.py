@@ -1,0 +1,115 @@
+"""The evaluate stage: decode with the exported draft, count, report."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sparkdraft.bandwidth.bytes import count_bytes
+from sparkdraft.config import Config, EvaluateConfig
+from sparkdraft.data.template import Template
+from sparkdraft.decoding.counts import Judgement
+from sparkdraft.decoding.questions import Question, digest, held_out_questions, load_questions
+from sparkdraft.decoding.reference import run_reference
+from sparkdraft.decoding.vllm_engine import run_vllm
+from sparkdraft.drafts.eagle3 import WEIGHTS, Eagle3Config, Eagle3Draft
+from sparkdraft.errors import UserError
+from sparkdraft.files import disk_errors, sha256_file, write_json
+from sparkdraft.report.build import build_report
+from sparkdraft.run import Run, provenance
+from sparkdraft.target import Target
+
+COUNTS = "counts.json"
+
+
+def evaluate(config: Config, run: Run) -> None:
+    """Judge the draft of a run and write report/.
+
+    Raises:
+        UserError: nothing was exported, the questions or the engine are not to be had.
+    """
+    exported = run.stage_record("export")
+    target = Target.open(_target_config(config))
+    questions = run_questions(config.evaluate, run)
+    inputs = {
+        "draft": exported["sha256"],
+        "target": target.fingerprint,
+        "questions": digest(questions),
+        "evaluate": config.evaluate.model_dump(mode="json"),
+        "template": config.data.template_arguments,
+    }
+    with run.stage("evaluate", inputs) as stage:
+        if not stage.needed and (run.report / "report.json").is_file():
+            Console(stderr=True).print("evaluate: finished before, nothing has changed")
+            return
+        stage.needed = True
+        arguments = config.data.template_arguments
+        report = judge(target, run.draft, questions, config.evaluate, arguments, run.report, run.metrics)
+        stage.facts.update(acceptance_length=report["overall"]["acceptance_length"], engine=report["engine"])
+
+
+def _target_config(config: Config) -> Any:
+    """The target in the dtype that it is judged in."""
+    if config.evaluate.dtype == "auto":
+        return config.target
+    return config.target.model_copy(update={"dtype": config.evaluate.dtype})
+
+
+def run_questions(settings: EvaluateConfig, run: Run) -> list[Question]:
+    if settings.questions:
+        return load_questions(Path(settings.questions), settings.limit)
+    return held_out_questions(run, settings.limit)
+
+
+def judge(
+    target: Target, draft: Path, questions: list[Question], settings: EvaluateConfig, template_arguments: dict[str, Any],
+    out: Path, metrics: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Judge any draft directory on any questions; writes counts.json and the report to `out` and returns the report.
+
+    Raises:
+        UserError: the draft is of another target; the engine is not installed or fails.
+    """
+    check_draft(target, draft)
+    template = Template(target.tokenizer, template_arguments)
+    engine = settings.engine
+    if engine == "auto":
+        engine = "vllm" if find_spec("vllm") else "reference"
+    common = (template, questions, settings.k, settings.max_new_tokens, settings.baseline)
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        if engine == "vllm":
+            judgement: Judgement = run_vllm(target, draft, *common, log=out)
+        else:
+            judgement = run_reference(target, Eagle3Draft.load(draft), *common)
+        facts = {
+            "target": {"name": target.name, "path": str(target.path), "fingerprint": target.fingerprint},
+            "draft": {"path": str(draft), "sha256": sha256_file(draft / WEIGHTS)},
+            "bytes": vars(count_bytes(target, draft, settings.k)),
+            **provenance(),
+        }
+        write_json(out / COUNTS, {"judgement": judgement.to_json(), "facts": facts})
+        return build_report(judgement, facts, out, metrics)
+
+
+def check_draft(target: Target, draft: Path) -> None:
+    """Refuse a directory that is no draft, and a draft of another target.
+
+    Raises:
+        UserError: names what differs.
+    """
+    if not (draft / "config.json").is_file():
+        raise UserError(f"{draft} holds no config.json, so it is no draft directory. Give the `draft/` of a run.")
+    config = Eagle3Config.from_vllm(draft / "config.json")
+    differences = [
+        f"{what} {ours} against {theirs}"
+        for what, ours, theirs in (
+            ("hidden size", config.target_hidden_size, target.hidden_size),
+            ("vocabulary", config.vocab_size, target.vocab_size),
+            ("layers", config.target_num_layers, target.num_layers),
+        )
+        if ours != theirs
+    ]
+    if differences:
+        raise UserError(f"{draft} is a draft of another target than {target.path}: {', '.join(differences)}.")

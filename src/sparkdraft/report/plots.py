@@ -1,0 +1,58 @@
+"""Plots as inline SVG whose ink is the page's text colour, so that they are readable in light and dark."""
+
+import io
+import re
+from collections.abc import Sequence
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": 11, "svg.hashsalt": "sparkdraft"})
+
+_INK, _ACCENT = "#010203", "#3b82f6"
+
+
+def bars(
+    labels: Sequence[str], values: Sequence[float], axis: str, horizontal: bool = False, start: float = 0.0,
+    limit: float | None = None,
+) -> str:  # fmt: skip
+    """A bar chart with each value written at its bar."""
+    figure = Figure(figsize=(6.4, 0.8 + 0.32 * len(labels)) if horizontal else (6.4, 3.0))
+    axes = figure.subplots()
+    lengths = [value - start for value in values]
+    if horizontal:
+        drawn = axes.barh(labels, lengths, left=start, color=_ACCENT)
+        axes.invert_yaxis()
+        axes.set_xlabel(axis)
+        axes.margins(x=0.12)
+    else:
+        drawn = axes.bar(labels, lengths, bottom=start, color=_ACCENT)
+        axes.set_xlabel(axis)
+        axes.set_ylim(start, limit)
+    axes.bar_label(drawn, [f"{value:.2f}" for value in values], padding=3)
+    return _svg(figure, axes)
+
+
+def curves(series: dict[str, Sequence[tuple[float, float]]], axis: str) -> str:
+    """Lines over a common axis."""
+    figure = Figure(figsize=(6.4, 3.0))
+    axes = figure.subplots()
+    for name, points in series.items():
+        axes.plot(*zip(*points, strict=True), label=name, color=_ACCENT, marker="." if len(points) < 30 else None)
+    axes.set_xlabel(axis)
+    return _svg(figure, axes)
+
+
+def _svg(figure: Figure, axes: Axes) -> str:
+    axes.spines[["top", "right"]].set_visible(False)
+    for item in (axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels(), *axes.texts):
+        item.set_color(_INK)
+    for spine in axes.spines.values():
+        spine.set_color(_INK)
+    axes.tick_params(colors=_INK)
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace(_INK, "currentColor")
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img" style="width:100%;height:auto"', text, count=1)
