@@ -86,9 +86,8 @@ def main() -> None:
             line = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
             results.append(json.loads(line))
             one = results[-1]
-            print(
-                f"{vocabulary:>6} tokens in the vocabulary, length {length:>5}: {one['mib']:8.1f} MiB, {one['mib'] / length * 1024:6.1f} KiB a token, {one['seconds']:6.2f} s"
-            )
+            per_token = one["mib"] / length * 1024
+            print(f"vocabulary {vocabulary:>6}, length {length:>5}: {one['mib']:7.0f} MiB, {per_token:5.0f} KiB a token")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=1))
 

@@ -50,7 +50,7 @@ def test_a_missing_config_file_ends_every_stage_with_2(stage, tmp_path):
     assert f"{tmp_path / 'nowhere.yaml'} cannot be read" in said
 
 
-@pytest.mark.parametrize(("stage", "before"), list(zip(list(STAGES)[1:], STAGES, strict=False)))
+@pytest.mark.parametrize(("stage", "before"), [*zip(list(STAGES)[1:], STAGES, strict=False), ("report", "evaluate")])
 def test_a_stage_out_of_order_names_the_one_to_run_first(stage, before, config):
     code, said = call(stage, "--config", config)
     assert code == 2, said
@@ -60,7 +60,7 @@ def test_a_stage_out_of_order_names_the_one_to_run_first(stage, before, config):
 def test_help_names_every_stage_and_loads_nothing_heavy():
     result = spawn("-X", "importtime", "-m", "sparkdraft.cli", "--help")
     assert result.returncode == 0
-    assert all(stage in result.stdout for stage in [*STAGES, "doctor"])
+    assert all(stage in result.stdout for stage in [*STAGES, "report", "responses", "doctor"])
     assert not re.search(r"\| +(torch|transformers|datasets|vllm)$", result.stderr, re.MULTILINE)
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from sparkdraft.config import load_config
 from sparkdraft.errors import Stopped, UserError
-from sparkdraft.files import disk_errors
+from sparkdraft.files import disk_errors, read_json
 from sparkdraft.pipeline import PARENT, open_run
 
 DEFAULT_CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
@@ -106,6 +106,24 @@ def _add_stage(name: str, place: str, summary: str) -> None:
 
 for _name, (_place, _summary) in STAGES.items():
     _add_stage(_name, _place, _summary)
+
+
+@app.command()
+def report(config: ConfigFile = DEFAULT_CONFIG, overrides: Overrides = None) -> None:
+    """Write the report again from the counts of the last evaluation."""
+
+    def action() -> None:
+        from sparkdraft.decoding.counts import Judgement
+        from sparkdraft.decoding.evaluate import COUNTS
+        from sparkdraft.report.build import build_report
+
+        run = open_run(load_config(config, overrides))
+        run.stage_record("evaluate")
+        stored = read_json(run.report / COUNTS)
+        with disk_errors(run.report):
+            build_report(Judgement.from_json(stored["judgement"]), stored["facts"], run.report, run.metrics)
+
+    raise typer.Exit(exit_code(action))
 
 
 @app.command()

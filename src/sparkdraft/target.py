@@ -93,7 +93,8 @@ class Target:
         """The dtype that the target computes in here."""
         if self.settings.dtype != "auto":
             return getattr(torch, self.settings.dtype)
-        return torch.float32 if self.device.type == "cpu" else (self.config.dtype or torch.bfloat16)
+        own = self.config.dtype
+        return own if isinstance(own, torch.dtype) and self.device.type != "cpu" else torch.float32
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

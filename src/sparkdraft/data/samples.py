@@ -1,5 +1,6 @@
 """The prepare stage: prompts to conversations to samples (token ids and loss mask)."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from sparkdraft.data.prompts import Prompt, digest, is_held_out, load_prompts
 from sparkdraft.data.regenerate import read_conversations, regenerate
 from sparkdraft.data.template import Template
 from sparkdraft.errors import UserError
-from sparkdraft.files import disk_errors, read_json, remove, remove_leftovers, write_aside, write_json
+from sparkdraft.files import disk_errors, read_json, remove, remove_leftovers, write_aside, write_json, write_text
 from sparkdraft.run import Run
 from sparkdraft.target import Target
 
@@ -90,7 +91,9 @@ def _conversations(prompts: Sequence[Prompt], target: Target, config: DataConfig
     answered = [prompt for prompt in prompts if prompt.answers]
     if not answered:
         raise UserError("data.regenerate is false, but no row of data.sources holds an answer. Set it to true.")
-    return [_given(prompt, config) for prompt in answered]
+    rows = [_given(prompt, config) for prompt in answered]
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return rows
 
 
 def _given(prompt: Prompt, config: DataConfig) -> dict[str, Any]:

@@ -145,7 +145,7 @@ An EAGLE-3 draft of **{facts["target"]["name"]}**, trained by sparkdraft {facts[
 | parameters | {training["parameters"]:,} ({facts["dtype"]}, {facts["bytes"] / 1e6:.1f} MB) |
 | draft vocabulary | {facts["draft_vocab_size"]:,} tokens, {training["vocabulary_coverage"]:.1%} of what the target wrote |
 | auxiliary layers | {facts["aux_layers"]} |
-| training | {training["steps"]:,} steps, {training["tokens"]:,} trained tokens, loss {training["loss"]}, {training["ttt_steps"]} TTT steps |
+| training | {training["steps"]:,} steps, {training["tokens"]:,} tokens, loss {training["loss"]}, {training["ttt_steps"]} TTT steps |
 | data | {json.dumps(facts["data"])} |
 | target fingerprint | `{facts["target"]["fingerprint"]}` |
 | weights sha256 | `{facts["sha256"]}` |

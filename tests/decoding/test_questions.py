@@ -1,0 +1,67 @@
+"""Questions files, held-out prompts, and drafts that do not fit."""
+
+import json
+
+import pytest
+
+from sparkdraft.config import EvaluateConfig
+from sparkdraft.decoding.evaluate import check_draft, judge
+from sparkdraft.decoding.questions import Question, held_out_questions, load_questions, spread
+from sparkdraft.errors import UserError
+from sparkdraft.files import read_json
+
+ROWS = [{"question_id": n, "category": "ab"[n % 2], "turns": [f"Question {n}?", "And then?"]} for n in range(6)]
+
+
+def test_spec_bench_form(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    questions = load_questions(path, None)
+    assert questions[1] == Question("1", "b", (("user", "Question 1?"),))
+    assert [q.id for q in load_questions(path, 3)] == ["0", "2", "4"]
+    assert spread(questions, 100) == questions
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "holds no questions"), ("{", "line 1 is not valid JSON"), ('{"turns": [""]}', "line 1: a question needs"), ("[]", "line 1")],
+)
+def test_bad_files_are_named(tmp_path, content, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        load_questions(path, None)
+    with pytest.raises(UserError, match=r"nowhere\.jsonl cannot be read"):
+        load_questions(tmp_path / "nowhere.jsonl", None)
+
+
+def test_held_out_questions_are_those_that_were_not_trained_on(captured):
+    rows = read_json(captured.samples / "index.json")["samples"]
+    expected = {row["id"] for row in rows if row["split"] == "held_out"}
+    questions = held_out_questions(captured, None)
+    assert {question.id for question in questions} == expected
+    assert all(role == "user" for question in questions for role, _ in question.messages)
+
+
+def test_a_draft_of_another_target_is_refused(target, warm_draft, tmp_path):
+    config = read_json(warm_draft / "config.json")
+    (tmp_path / "config.json").write_text(json.dumps(config | {"target_num_layers": 32}))
+    with pytest.raises(UserError, match=r"draft of another target.*layers 32 against 30"):
+        check_draft(target, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(UserError, match="no EAGLE-3 draft"):
+        check_draft(target, tmp_path)
+    with pytest.raises(UserError, match="no draft directory"):
+        check_draft(target, tmp_path / "empty")
+
+
+def test_judging_writes_the_reports(target, warm_draft, tmp_path):
+    """The reference engine end to end: counts.json, report.json, report.md, report.html."""
+    questions = [Question(str(n), "ab"[n], (("user", text),)) for n, text in enumerate(["Hi", "Name a fruit."])]
+    settings = EvaluateConfig(engine="reference", max_new_tokens=12)
+    report = judge(target, warm_draft, questions, settings, {}, tmp_path / "out")
+    assert read_json(tmp_path / "out" / "report.json") == report
+    assert report["overall"]["prompts"] == 2
+    assert set(report["suites"]) == {"a", "b"}
+    assert report["tokens_per_second"]["ratio"] > 0
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".md", ".html"}
