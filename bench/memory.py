@@ -87,7 +87,9 @@ def main() -> None:
             results.append(json.loads(line))
             one = results[-1]
             per_token = one["mib"] / length * 1024
-            print(f"vocabulary {vocabulary:>6}, length {length:>5}: {one['mib']:7.0f} MiB, {per_token:5.0f} KiB a token")
+            print(
+                f"vocabulary {vocabulary:>6}, length {length:>5}: {one['mib']:7.0f} MiB, {per_token:5.0f} KiB a token"
+            )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(results, indent=1))
 

@@ -48,11 +48,13 @@ def run(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump({"name": "small", "runs_dir": str(tmp_path / "runs")}))
 
-    def start(script: str, **environment: str) -> subprocess.Popen:
+    def start(script: str, launcher: str | None = None, **environment: str) -> subprocess.Popen:
         stage = tmp_path / "stage"
         stage.write_text(f"#!/bin/bash\ncd {tmp_path}\n{script}\n")
         stage.chmod(0o755)
         command = [sys.executable, "-c", DRIVER, str(config), str(stage)]
+        if launcher:
+            command = [sys.executable, "-c", launcher, *command]
         return subprocess.Popen(command, env=os.environ | environment, stderr=subprocess.PIPE, text=True)
 
     return start
@@ -124,31 +126,42 @@ def test_a_signal_is_passed_on_and_the_stage_waited_for(run, number, name, tmp_p
     assert (tmp_path / "ended").read_text() == f"{name}\n"
 
 
-def test_a_stage_ends_when_its_pipeline_is_killed(tmp_path):
-    """The real command line, so that the kernel's signal is asked for."""
-    waits = "import time, sparkdraft.cli as c; c._end_with_parent(); print('up', flush=True); time.sleep(60)"
-    parent = f"""
-import os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {waits!r}], env=os.environ | {{"SPARKDRAFT_PARENT": str(os.getpid())}},
-                         stdout=subprocess.PIPE, text=True)
-child.stdout.readline()
-print(child.pid, flush=True)
-child.wait()
-"""
-    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    child = int(process.stdout.readline())
+def gone(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until_gone(process: int) -> None:
+    deadline = time.time() + 30
+    while not gone(process):
+        assert time.time() < deadline, "it outlived the one that started it"
+        time.sleep(0.02)
+
+
+def test_a_stage_ends_when_its_pipeline_is_killed(run, tmp_path):
+    """The stage enters through the real command line."""
+    waits = "import sys, time, sparkdraft.cli as c; c.app = lambda: (print('up', flush=True), time.sleep(60)); c.main()"
+    process = run(f'exec {sys.executable} -c "{waits}" > up')
+    wait_for(tmp_path / "up")
+    stage = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
     process.kill()
     process.wait()
-    for _ in range(100):
-        try:
-            state = Path(f"/proc/{child}/stat").read_text().split()[2]
-        except FileNotFoundError:
-            return
-        if state == "Z":
-            return
-        time.sleep(0.05)
-    raise AssertionError("the stage outlived its pipeline")
+    wait_until_gone(stage)
+
+
+def test_a_run_ends_when_its_launcher_is_killed(run, tmp_path):
+    """As `accelerate launch` does at SIGTERM: it dies and says nothing to its process."""
+    launcher = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    process = run(
+        "trap 'echo TERM > ended; exit 1' TERM\necho $$ > started\nwhile :; do sleep 0.05; done", launcher, **LAUNCHED
+    )
+    stage = int(wait_for(tmp_path / "started"))
+    process.kill()
+    process.wait()
+    wait_until_gone(stage)
+    assert (tmp_path / "ended").read_text() == "TERM\n"
 
 
 def test_the_script_stops_at_a_wrong_target(tmp_path):

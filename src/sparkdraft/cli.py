@@ -4,10 +4,8 @@ Every stage is a function of (config, run) elsewhere, imported when it is called
 its state saved), 2 the user's input is wrong (one message, no traceback), 130 interrupted, 1 anything else.
 """
 
-import ctypes
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -20,7 +18,7 @@ from rich.console import Console
 from sparkdraft.config import load_config
 from sparkdraft.errors import Stopped, UserError
 from sparkdraft.files import disk_errors, read_json
-from sparkdraft.pipeline import PARENT, open_run
+from sparkdraft.pipeline import PARENT, end_with_parent, open_run
 
 DEFAULT_CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
 
@@ -83,14 +81,6 @@ def exit_code(action: Callable[[], int | None]) -> int:
 
 def _terminate(number: int, _frame: object) -> NoReturn:
     raise SystemExit(128 + number)
-
-
-def _end_with_parent() -> None:
-    """Where a pipeline started this process: have the kernel end it when the pipeline dies (PR_SET_PDEATHSIG)."""
-    if PARENT in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-        if os.getppid() != int(os.environ[PARENT]):
-            sys.exit(1)
 
 
 def _add_stage(name: str, place: str, summary: str) -> None:
@@ -158,7 +148,8 @@ def doctor(config: ConfigFile = DEFAULT_CONFIG, overrides: Overrides = None) -> 
 
 
 def main() -> None:
-    _end_with_parent()
+    if PARENT in os.environ:
+        end_with_parent(int(os.environ.pop(PARENT)))
     app()
 
 

@@ -5,6 +5,7 @@ its own that has ended before the next stage starts. Only training and export ru
 imported before it is needed.
 """
 
+import ctypes
 import gc
 import os
 import signal
@@ -19,7 +20,7 @@ from sparkdraft.config import Config
 from sparkdraft.run import Run
 
 PARENT = "SPARKDRAFT_PARENT"
-"""Set in the environment of a stage's process, which ends when its parent dies: a second one would not fit."""
+"""Tells a stage's process who started it; it ends with that one, as two of them would not fit."""
 
 # What accelerate and torchrun set for the processes of a training.
 _LAUNCHER = ("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "MASTER_", "KMP_", "OMP_NUM_THREADS")
@@ -35,6 +36,8 @@ def run_all(config: Config) -> None:
         UserError, Stopped: from training and export.
         SystemExit: a stage's process failed (its message was shown), with its exit code; or a signal came.
     """
+    if _launched():
+        end_with_parent(os.getppid())  # `accelerate launch` dies of SIGTERM without passing it on
     _use_all_cores()
     run = open_run(config)
     if not _first():
@@ -80,6 +83,14 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel send SIGTERM to this process when the one that started it dies (PR_SET_PDEATHSIG)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+    if os.getppid() != parent:
+        raise SystemExit(1)
 
 
 def _launched() -> bool:

@@ -24,7 +24,12 @@ def test_spec_bench_form(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "holds no questions"), ("{", "line 1 is not valid JSON"), ('{"turns": [""]}', "line 1: a question needs"), ("[]", "line 1")],
+    [
+        ("", "holds no questions"),
+        ("{", "line 1 is not valid JSON"),
+        ('{"turns": [""]}', "line 1: a question needs"),
+        ("[]", "line 1"),
+    ],
 )
 def test_bad_files_are_named(tmp_path, content, message):
     path = tmp_path / "bad.jsonl"

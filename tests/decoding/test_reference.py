@@ -8,7 +8,12 @@ from sparkdraft.decoding.counts import Counts
 from sparkdraft.decoding.reference import ReferenceDecoder
 from sparkdraft.drafts.eagle3 import Eagle3Draft
 
-QUESTIONS = ["What is the capital of France?", "List five colours.", "Say: one two three four five six seven eight", "Hi"]
+QUESTIONS = [
+    "What is the capital of France?",
+    "List five colours.",
+    "Say: one two three four five six seven eight",
+    "Hi",
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,9 @@ def propose(draft, model, text: list[int], k: int) -> list[int]:
 
     def attention(_layer, q, new_k, new_v):
         held.append((new_k, new_v))
-        keys, values = (torch.cat(x).repeat_interleave(q.shape[1] // new_k.shape[1], 1) for x in zip(*held, strict=True))
+        keys, values = (
+            torch.cat(x).repeat_interleave(q.shape[1] // new_k.shape[1], 1) for x in zip(*held, strict=True)
+        )
         scores = torch.einsum("qhd,khd->hqk", q, keys) / q.shape[-1] ** 0.5
         hidden = torch.ones(len(q), len(keys), dtype=torch.bool).triu(len(keys) - len(q) + 1)
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)

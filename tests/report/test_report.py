@@ -37,7 +37,12 @@ def test_figures_and_contract():
     assert (overall["drafts"], overall["accepted"], overall["prompts"]) == (14, 20, 2)
     assert overall["acceptance_length"] == round(1 + 20 / 14, 4)  # sums before ratios: not the mean of 3 and 1
     assert overall["tokens_per_weight_read"] == round((1 + 20 / 14) / ((1010 + 3 * 50) / 1000), 4)
-    assert report["tokens_per_second"] == {"with_draft": 50.0, "without_draft": 40.0, "ratio": 1.25, "basis": "measured"}
+    assert report["tokens_per_second"] == {
+        "with_draft": 50.0,
+        "without_draft": 40.0,
+        "ratio": 1.25,
+        "basis": "measured",
+    }
     assert {item["basis"] for item in report["bandwidth"].values()} == {"measured"}
     assert "pays" in report["verdict"]
 

@@ -121,6 +121,8 @@ def _read_dataset(source: Source) -> Iterator[Prompt]:
     try:
         if (Path(source.name) / "dataset_info.json").is_file():
             rows = datasets.load_from_disk(source.name)
+        elif (Path(source.name) / "dataset_dict.json").is_file():
+            rows = datasets.load_from_disk(source.name)[source.split]
         else:
             rows = datasets.load_dataset(source.name, split=source.split)
     except Exception as error:  # the library raises a dozen unrelated types

@@ -9,6 +9,7 @@ they were made by the same target with the same settings.
 """
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -63,7 +64,7 @@ def regenerate(prompts: Sequence[Prompt], target: Target, config: DataConfig, ou
         UserError: the chat template refuses a prompt.
     """
     done = read_conversations(out)
-    shipped = {} if done else shipped_answers(target, config)
+    shipped = shipped_answers(target, config)
     wanted = [prompt for prompt in prompts if prompt.id not in done]
     with out.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(shipped[p.id], ensure_ascii=False) + "\n" for p in wanted if p.id in shipped)
@@ -174,7 +175,10 @@ class _Regeneration:
         names = [f"{c.prompt.id}.{c.turn}.{self.config.seed}" for c in conversations]
         for index, answer, finished in self.generator.generate(prompts, names):
             conversation = conversations[index]
-            text = self.template.tokenizer.decode(answer, skip_special_tokens=True)
+            text = self.template.tokenizer.decode(
+                answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+            text = text if finished else text.rstrip("\ufffd")  # a character that was cut in its middle
             conversation.messages.append({"role": "assistant", "content": text})
             conversation.turn += 1
             conversation.tokens += len(answer)
@@ -196,13 +200,18 @@ class Generator:
         """Answer token lists.
 
         Args:
-            prompts: token ids; longer ones than the target's context leaves room for are answered with a cut.
+            prompts: token ids; those that leave no room (in the target's context for an answer, or in a sample for any
+                of it) are given none, so that their samples are counted as dropped.
             names: what each prompt's draws are seeded by, so that they depend on neither order nor batch.
 
         Yields:
             index into `prompts`, the new token ids (end token included), whether the end token was written.
         """
+        context = getattr(self.target.config, "max_position_embeddings", None) or math.inf
+        room = min(context - self.config.max_new_tokens, self.config.max_length - 1)
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
+        while order and len(prompts[order[0]]) > room:
+            yield order.pop(0), [], False
         while order:
             size = min(self.config.batch_size, max(1, PREFILL_TOKENS // len(prompts[order[0]])))
             batch, order = order[:size], order[size:]
@@ -236,7 +245,7 @@ class Generator:
             if not rows:
                 return
             if len(rows) < len(tokens):
-                cache.batch_select_indices(going)
+                cache.reorder_cache(going)  # unlike batch_select_indices, linear attention's states know it too
                 mask, positions, tokens = mask[going], positions[going], tokens[going]
             ids, positions = tokens[:, None], positions[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)

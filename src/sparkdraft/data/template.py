@@ -1,14 +1,16 @@
 """From a conversation to token ids and a loss mask, by the target's own chat template.
 
-The conversation is rendered once and tokenised once, so the ids are those that serving sees. Which characters are the
-assistant's is found by rendering prefixes: up to a turn with the generation prompt, and up to and with the turn.
+The conversation is rendered once and tokenised once, so the ids are those that serving sees. What the assistant wrote is
+found by rendering prefixes: up to a turn with the generation prompt, up to and with the turn.
 
     messages[:i] + generation prompt   <user>Hi<end><assistant>
     messages[:i+1]                     <user>Hi<end><assistant>Hello<end>\\n
+    closing (after any answer)                                      <end>\\n
     trained                                                    Hello<end>
 
-This needs nothing of the template but that it renders a prefix of the conversation as a prefix of the text. Templates
-that do not (those that strip the reasoning of earlier turns) are handled by one sample for each assistant turn.
+Templates rewrite answers: they close reasoning that was cut, or leave the reasoning of earlier turns out. An answer that
+was cut, or that the template does not show after its own generation prompt, is put after that prompt as it was written,
+as serving had it. Where an earlier turn is not the start of the last one, each turn is a sample of its own.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from sparkdraft.errors import UserError
 
 Message = dict[str, Any]
+
+_STAND_IN = "answer-stand-in"
 
 
 @dataclass(frozen=True)
@@ -75,52 +79,40 @@ class Template:
             max_length: in tokens; what is beyond is cut off.
         """
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        whole = self.render(messages)
-        starts = [self.render(messages[:i], generation=True) for i in turns]
-        ends = [self.render(messages[: i + 1]) for i in turns]
-        if all(map(whole.startswith, starts)) and all(map(whole.startswith, ends)):
-            spans = [
-                self._written(whole, len(start), len(end), messages[i])
-                for i, start, end in zip(turns, starts, ends, strict=True)
-            ]
-            return [self._sequence(whole, spans, finished, max_length)]
-        pairs = [(start, end) for start, end in zip(starts, ends, strict=True) if end.startswith(start)]
-        return [
-            self._sequence(
-                end,
-                [self._written(end, len(start), len(end), messages[i])],
-                finished or i != turns[-1],
-                max_length,
-            )
-            for i, (start, end) in zip(turns, pairs, strict=False)
-        ]
+        written = [self._written(messages[: i + 1], finished or i != turns[-1]) for i in turns]
+        if all(written[-1][0].startswith(text) for text, _ in written):
+            spans = [(start, len(text)) for text, start in written]
+            return [self._sequence(written[-1][0], spans, max_length)] if written else []
+        return [self._sequence(text, [(start, len(text))], max_length) for text, start in written]
 
-    def _written(self, text: str, start: int, end: int, message: Message) -> tuple[int, int, int]:
-        """Where an answer lies in the text: its start, the end of its content, and the end of its end token."""
-        content = str(message.get("content") or "").strip()
-        place = text.rfind(content, start, end) if content else start
-        content_end = place + len(content) if place >= 0 else end
-        specials = sorted(set(self.tokenizer.all_special_tokens) | set(self.tokenizer.get_added_vocab()), key=len)
-        rest = text[content_end:end]
-        found = [(rest.find(token), len(token)) for token in specials if token in rest]
-        if not found:
-            return start, content_end, len(text[:end].rstrip())
-        at, length = min(found)
-        return start, content_end, content_end + at + length
+    def _written(self, messages: Sequence[Message], finished: bool) -> tuple[str, int]:
+        """The text of a conversation up to the end token of its last message, an answer, and where that answer starts."""
+        *before, answer = messages
+        content = str(answer.get("content") or "")
+        start, shown = self.render(before, generation=True), self.render(messages)
+        closing = self.render([*before, {**answer, "content": _STAND_IN}]).rpartition(_STAND_IN)[2]
+        end_token = closing[: self._end_of_special(closing)]
+        body_end = len(shown) - len(closing)
+        kept = shown.startswith(start) and shown.endswith(closing) and content.strip() in shown[len(start) : body_end]
+        if finished and kept:
+            return shown[:body_end] + end_token, len(start)
+        # an answer from elsewhere may open its reasoning itself, as the generation prompt has done already
+        opened = start.rstrip()
+        doubled = max((n for n in range(len(content) + 1) if opened.endswith(content[:n])), default=0)
+        rest = content[doubled:].lstrip() if doubled else content
+        return start + rest + (end_token if finished else ""), len(start)
 
-    def _sequence(self, text: str, spans: list[tuple[int, int, int]], finished: bool, max_length: int) -> Encoded:
+    def _end_of_special(self, text: str) -> int:
+        """Where the first special token of a text ends; 0 where there is none."""
+        tokens = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}
+        found = [(text.find(token), -len(token)) for token in tokens if token and token in text]
+        return min(found)[0] - min(found)[1] if found else 0
+
+    def _sequence(self, text: str, spans: list[tuple[int, int]], max_length: int) -> Encoded:
         """Tokenise a text and mark the tokens that lie in the spans; nothing is kept after the last trained one."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        last_span = len(spans) - 1
-        limits = [
-            (start, content if number == last_span and not finished else end)
-            for number, (start, content, end) in enumerate(spans)
-        ]
         # a token that begins in the prompt and ends in the answer is the answer's: it could not be foreseen
-        mask = [
-            any(start < right <= end for start, end in limits) and left < right
-            for left, right in encoded["offset_mapping"]
-        ]
+        mask = [any(start < right <= end for start, end in spans) for _, right in encoded["offset_mapping"]]
         last = max((i for i, on in enumerate(mask) if on), default=-1)
         length = min(last + 1, max_length)
         return Encoded(encoded["input_ids"][:length], mask[:length])
