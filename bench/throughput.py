@@ -64,8 +64,11 @@ def prepare_all() -> None:
     prepare(config, run)
     capture(config, run)
     store = FeatureStore.open(run.features)
-    write_for_speculators(store)
-    write_for_us(store)
+    write_for_speculators(store, Target.open(config.target).vocab_size)
+    ours = base_config("ours")
+    run = Run.open(ours)
+    prepare(ours, run)
+    capture(ours, run)
     environment = OUT / "venv"
     if not (environment / "bin" / "speculators").exists():
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
@@ -75,7 +78,7 @@ def prepare_all() -> None:
         subprocess.run([*pip, "--no-deps", "speculators==0.9.0", "hs-connectors==0.9.0"], check=True)
 
 
-def write_for_speculators(store: FeatureStore) -> None:
+def write_for_speculators(store: FeatureStore, vocab_size: int) -> None:
     """A `datasets` directory and one file of hidden states a row, in the order of its rows; the frequencies of tokens."""
     import datasets
     from safetensors.torch import save_file
@@ -83,7 +86,7 @@ def write_for_speculators(store: FeatureStore) -> None:
     states = OUT / "speculators" / "hidden_states"
     shutil.rmtree(states.parent, ignore_errors=True)
     states.mkdir(parents=True)
-    rows, frequencies = [], torch.zeros(store.vocab_size if hasattr(store, "vocab_size") else 49152, dtype=torch.int64)
+    rows, frequencies = [], torch.zeros(vocab_size, dtype=torch.int64)
     for number, entry in enumerate(e for e in store.entries if e.split == "train" and e.length <= BUDGET):
         sample = store.load(entry)
         hidden = sample.aux.reshape(entry.length, len(store.aux_layers), -1)
@@ -96,14 +99,6 @@ def write_for_speculators(store: FeatureStore) -> None:
     data = OUT / "speculators" / "data"
     datasets.Dataset.from_list(rows).with_format("torch").save_to_disk(data)
     torch.save({token: int(count) for token, count in enumerate(frequencies) if count}, data / "token_freq.pt")
-
-
-def write_for_us(store: FeatureStore) -> None:
-    """The same store without the state before the final norm."""
-    config = base_config("ours")
-    run = Run.open(config)
-    prepare(config, run)
-    capture(config, run)
 
 
 def run_speculators(round_: int, steps: int) -> tuple[float, float, Path]:

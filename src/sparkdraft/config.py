@@ -195,7 +195,7 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         raise UserError(
             f"The config file {path} cannot be read ({error.strerror}). Give one of configs/*.yaml with --config."
         ) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"The config file {path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise UserError(f"The config file {path} must hold `key: value` lines; it holds {type(raw).__name__}.")

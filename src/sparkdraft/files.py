@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,8 +62,8 @@ def write_aside(path: Path) -> Iterator[Path]:
         with disk_errors(path):
             yield aside
             for inner in sorted(aside.rglob("*")) if aside.is_dir() else ():
-                sync(inner)
-            sync(aside)
+                _publish(inner)
+            _publish(aside)
             if aside.is_dir() and path.exists():
                 old = path.parent / f".{path.name}.{os.getpid()}.old.tmp"
                 path.rename(old)
@@ -75,6 +76,16 @@ def write_aside(path: Path) -> Iterator[Path]:
         remove(aside)
 
 
+def _publish(path: Path) -> None:
+    """Flush a file, and give it the permissions that the user's umask asks for: safetensors makes files that nobody else
+    can read, such as the account that a server runs under."""
+    if path.is_file():
+        umask = os.umask(0)
+        os.umask(umask)
+        path.chmod(0o666 & ~umask)
+    sync(path)
+
+
 def remove(path: Path) -> None:
     """Remove a file or a directory tree, if it is there."""
     if path.is_dir() and not path.is_symlink():
@@ -84,9 +95,11 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what killed writers left aside in a directory (see `write_aside`)."""
+    """Remove what killed writers left aside in a directory (see `write_aside`); a living one's is not touched."""
     for leftover in directory.glob(".*.tmp"):
-        remove(leftover)
+        owner = re.search(r"[.-](\d+)(\.old)?\.tmp$", leftover.name)
+        if owner is None or not Path(f"/proc/{owner[1]}").exists() or int(owner[1]) == os.getpid():
+            remove(leftover)
 
 
 def write_text(path: Path, text: str) -> None:

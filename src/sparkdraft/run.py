@@ -6,6 +6,7 @@ with run.stage("capture", inputs={...}) as stage:
 """
 
 import contextlib
+import fcntl
 import platform
 import subprocess
 import time
@@ -19,7 +20,7 @@ from typing import Any
 from sparkdraft import __version__
 from sparkdraft.config import Config, dump_config
 from sparkdraft.errors import UserError
-from sparkdraft.files import disk_errors, read_json, remove_leftovers, sha256_json, write_json, write_text
+from sparkdraft.files import read_json, remove_leftovers, sha256_json, write_json, write_text
 
 STAGES = ("prepare", "capture", "train", "export", "evaluate")
 
@@ -47,8 +48,12 @@ class Run:
     def open(cls, config: Config) -> "Run":
         """Create or reopen `runs_dir/name` and write the resolved config there."""
         run = cls(config, Path(config.runs_dir) / config.name)
-        with disk_errors(run.path):
+        try:
             run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"runs_dir: {run.path} cannot be made ({error.strerror}). Set runs_dir to a directory that can be written."
+            ) from error
         remove_leftovers(run.path)
         write_text(run.path / "config.yaml", dump_config(config))
         return run
@@ -96,6 +101,22 @@ class Run:
             ) from None
 
     @contextlib.contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Keep a second process from working on the run; the kernel lets go when this one ends, however it ends.
+
+        Raises:
+            UserError: another process is at work on it.
+        """
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"Another process is at work on {self.path}. Wait for it, end it, or give this run another name."
+                ) from None
+            yield
+
+    @contextlib.contextmanager
     def stage(self, name: str, inputs: dict[str, Any], record: bool = True) -> Iterator[Stage]:
         """Run a stage under its fingerprint: a hash of `inputs`, which name everything that its result depends on.
 
@@ -107,7 +128,8 @@ class Run:
         same = before is not None and before["fingerprint"] == fingerprint
         stage = Stage(name, fingerprint, needed=not same, stale=before is not None and not same)
         start = time.time()
-        yield stage
+        with self._lock() if record else contextlib.nullcontext():
+            yield stage
         if stage.needed and record:
             manifest = self.manifest
             manifest.update(provenance())

@@ -79,7 +79,7 @@ def test_a_written_draft_that_differs_is_refused(trained, target, fault):
 
 def test_kills_leave_no_half_draft(trained):
     """SIGKILL at random moments of the export: what stands under the final name is whole or absent."""
-    config, run = trained
+    _, run = trained
     command = [sys.executable, "-m", "sparkdraft.cli", "export", "--config", str(run.path / "config.yaml")]
     dice = random.Random(time.time_ns())
     for _ in range(3):

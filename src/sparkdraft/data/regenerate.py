@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -28,6 +26,7 @@ from sparkdraft.config import Config, DataConfig
 from sparkdraft.data.prompts import BUILTIN, Prompt, digest, load_prompts
 from sparkdraft.data.template import Message, Template
 from sparkdraft.files import remove, write_json, write_text
+from sparkdraft.progress import progress_bar
 from sparkdraft.run import provenance
 from sparkdraft.target import Target
 
@@ -148,7 +147,7 @@ class _Regeneration:
         """Turn by turn: all first answers, then all second ones, and so on."""
         waiting = [_Conversation(prompt, self._opening(prompt)) for prompt in prompts]
         start, tokens = time.perf_counter(), 0
-        with _progress() as bar:
+        with progress_bar() as bar:
             task = bar.add_task("regenerate", total=total, completed=total - len(waiting), detail="")
             while waiting:
                 waiting, round_ = [], waiting
@@ -175,8 +174,8 @@ class _Regeneration:
         names = [f"{c.prompt.id}.{c.turn}.{self.config.seed}" for c in conversations]
         for index, answer, finished in self.generator.generate(prompts, names):
             conversation = conversations[index]
-            text = self.template.tokenizer.decode(
-                answer, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            text = str(
+                self.template.tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             )
             text = text if finished else text.rstrip("\ufffd")  # a character that was cut in its middle
             conversation.messages.append({"role": "assistant", "content": text})
@@ -245,7 +244,7 @@ class Generator:
             if not rows:
                 return
             if len(rows) < len(tokens):
-                cache.reorder_cache(going)  # unlike batch_select_indices, linear attention's states know it too
+                cache.reorder_cache(going)  # type: ignore[arg-type]  # unlike batch_select_indices, linear attention's states know it too
                 mask, positions, tokens = mask[going], positions[going], tokens[going]
             ids, positions = tokens[:, None], positions[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
@@ -262,10 +261,3 @@ class Generator:
         cumulative = ordered.cumsum(-1)
         choice = torch.searchsorted(cumulative, (uniform * cumulative[:, -1])[:, None], right=True)
         return tokens.gather(-1, choice.clamp(max=tokens.shape[-1] - 1))[:, 0]
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[detail]}"),
-        TimeRemainingColumn(), console=Console(stderr=True),
-    )  # fmt: skip

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -26,6 +25,7 @@ from sparkdraft.errors import UserError
 from sparkdraft.features.store import INDEX, Entry
 from sparkdraft.features.taps import Taps
 from sparkdraft.files import disk_errors, read_json, remove, remove_leftovers, sha256_file, write_aside, write_json
+from sparkdraft.progress import progress_bar
 from sparkdraft.run import Run
 from sparkdraft.target import Target
 
@@ -138,7 +138,7 @@ class _Capture:
         records = {name: record for name in shards if (record := self._finished(name))}
         missing = [name for name in shards if name not in records]
         self._check_disk([sample for name in missing for sample in shards[name]])
-        with _progress() as bar:
+        with progress_bar() as bar:
             total = sum(map(_tokens, shards.values()))
             done = sum(_tokens(shards[name]) for name in records)
             task = bar.add_task("capture", total=total, completed=done, detail="")
@@ -341,10 +341,3 @@ def _batches(samples: Sequence[Sample], tokens_per_batch: int) -> Iterator[list[
         batch.append(sample)
     if batch:
         yield batch
-
-
-def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-        TextColumn("tokens  {task.fields[detail]}"), TimeRemainingColumn(), console=Console(stderr=True),
-    )  # fmt: skip

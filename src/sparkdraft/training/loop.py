@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sparkdraft.config import Config
 from sparkdraft.drafts.eagle3 import Eagle3Config, Eagle3Draft
@@ -22,6 +20,7 @@ from sparkdraft.drafts.vocab import choose_vocabulary, count_tokens, coverage
 from sparkdraft.errors import Stopped, UserError
 from sparkdraft.features.store import FeatureStore
 from sparkdraft.files import disk_errors, remove, write_text
+from sparkdraft.progress import progress_bar
 from sparkdraft.run import Run
 from sparkdraft.target import Target
 from sparkdraft.training.batches import Batch, Plan, load_batch
@@ -179,7 +178,7 @@ class Trainer:
         """Train to the last step, evaluating, logging and saving on the way."""
         train, main = self.config.train, self.accelerator.is_main_process
         recent = _Recent()
-        with _stop_signals() as stop, _progress(main) as bar, self._batches() as batches:
+        with _stop_signals() as stop, progress_bar(main) as bar, self._batches() as batches:
             task = bar.add_task("train", total=self.steps, completed=self.step, detail="")
             while self.step < self.steps:
                 recent.add(*self._optimise(next(batches)))
@@ -373,10 +372,3 @@ def _stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _progress(show: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[detail]}"),
-        TimeRemainingColumn(), console=Console(stderr=True), disable=not show,
-    )  # fmt: skip
