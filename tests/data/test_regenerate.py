@@ -180,7 +180,12 @@ def test_shipped_answers_need_the_same_target_and_settings(loaded, tmp_path, mon
 
     same = DataConfig(max_new_tokens=5, batch_size=3, max_length=77, top_p=0.5, seed=9)  # greedy: nothing is drawn
     assert set(shipped_answers(loaded, same)) == {prompt.id for prompt in prompts}
-    for change in ({"temperature": 0.5}, {"max_new_tokens": 6}, {"system_prompt": "x"}, {"template_arguments": {"a": 1}}):
+    for change in (
+        {"temperature": 0.5},
+        {"max_new_tokens": 6},
+        {"system_prompt": "x"},
+        {"template_arguments": {"a": 1}},
+    ):
         assert shipped_answers(loaded, DataConfig(**{"max_new_tokens": 5, **change})) == {}
 
     monkeypatch.setattr(Generator, "generate", None)  # nothing is left to be generated

@@ -13,6 +13,7 @@ was cut, or that the template does not show after its own generation prompt, is 
 as serving had it. Where an earlier turn is not the start of the last one, each turn is a sample of its own.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from sparkdraft.errors import UserError
 Message = dict[str, Any]
 
 _STAND_IN = "answer-stand-in"
+_LAST_TAG = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*$")
+"""`<think>` at the end of a generation prompt."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +92,21 @@ class Template:
         """The text of a conversation up to the end token of its last message, an answer, and where that answer starts."""
         *before, answer = messages
         content = str(answer.get("content") or "")
-        start, shown = self.render(before, generation=True), self.render(messages)
+        start = self.render(before, generation=True)
+        if not finished:
+            return start + content, len(start)
+        shown = self.render(messages)
         closing = self.render([*before, {**answer, "content": _STAND_IN}]).rpartition(_STAND_IN)[2]
         end_token = closing[: self._end_of_special(closing)]
         body_end = len(shown) - len(closing)
         kept = shown.startswith(start) and shown.endswith(closing) and content.strip() in shown[len(start) : body_end]
-        if finished and kept:
+        if kept:
             return shown[:body_end] + end_token, len(start)
         # an answer from elsewhere may open its reasoning itself, as the generation prompt has done already
-        opened = start.rstrip()
-        doubled = max((n for n in range(len(content) + 1) if opened.endswith(content[:n])), default=0)
-        rest = content[doubled:].lstrip() if doubled else content
-        return start + rest + (end_token if finished else ""), len(start)
+        opened = _LAST_TAG.search(start)
+        if opened and content.startswith(opened[1]):
+            content = content.removeprefix(opened[1]).lstrip()
+        return start + content + end_token, len(start)
 
     def _end_of_special(self, text: str) -> int:
         """Where the first special token of a text ends; 0 where there is none."""

@@ -6,6 +6,7 @@ The process (`python -m sparkdraft.decoding.vllm_engine REQUEST.json RESULT.json
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -121,10 +122,10 @@ def _in_process(request: Request, log: Path) -> Result:
                 raise
         if process.returncode or not answered.exists():
             lines = log.read_text(errors="replace").splitlines()
-            errors = [line for line in lines if "Error" in line]
+            errors = [found[0] for line in lines if (found := re.search(r"\b\w+(Error|Exception): .*", line))]
             raise UserError(
                 f"vLLM could not decode {request.target} with {request.draft or 'no draft'} (exit code {process.returncode}): "
-                + (errors or lines or ["no output"])[-1].strip()
+                + (errors or lines[-1:] or ["no output"])[0].strip()  # the first error is the cause of the others
                 + f"\nIts whole output is in {log}."
             )
         return Result(**read_json(answered))
