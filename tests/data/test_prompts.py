@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdraft.config import DataConfig, Source
-from sparkdraft.data.prompts import BUILTIN, Prompt, is_held_out, load_prompts
+from sparkdraft.data.prompts import Prompt, is_held_out, load_prompts
 from sparkdraft.errors import UserError
 
 FORMS = [
@@ -119,18 +119,3 @@ def test_the_builtin_prompts():
     assert duplicates == 0
     assert sum(len(p.turns) > 1 for p in prompts) > 50
     assert 0.03 < sum(is_held_out(p.id, DataConfig()) for p in prompts) / len(prompts) < 0.07
-
-
-def test_passages_stand_before_their_question():
-    """As retrieval gives them: one to three passages, the asked one among them, in several phrasings."""
-    rows = [json.loads(line) for line in (BUILTIN / "passages.jsonl").read_text(encoding="utf-8").splitlines()]
-    prompts, _ = load_prompts(DataConfig())
-    asked = [p.turns[0] for p in prompts if p.kind == "passages"]
-    assert len(asked) == 2 * len(rows)
-    assert sum(p.kind == "summarising" for p in prompts) == len(rows)
-    counts = Counter()
-    for row, pair in zip(rows, zip(asked[::2], asked[1::2], strict=True), strict=True):
-        for text, question in zip(pair, row["questions"], strict=False):
-            assert 0 <= text.index(row["text"]) < text.rindex(question)
-            counts[sum(other["text"] in text for other in rows)] += 1
-    assert set(counts) == {1, 2, 3}
