@@ -22,13 +22,21 @@ def main() -> int:
     parser.add_argument("--questions", type=Path, required=True, help="JSONL with `turns` and `category`")
     parser.add_argument("--out", type=Path, required=True, help="directory of the report")
     parser.add_argument("--engine", choices=["auto", "reference", "vllm"], default=defaults.engine)
-    parser.add_argument("--k", type=int, default=defaults.k, help="speculative tokens (%(default)s)")
-    parser.add_argument("--max-new-tokens", type=int, default=defaults.max_new_tokens, help="(%(default)s)")
-    parser.add_argument("--limit", type=int, help="judge on this many questions, spread over the file")
+    parser.add_argument("--k", type=positive, default=defaults.k, help="speculative tokens (%(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=defaults.max_new_tokens, help="(%(default)s)")
+    parser.add_argument("--limit", type=positive, help="judge on this many questions, spread over the file")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--no-baseline", action="store_true", help="do not decode without the draft")
     arguments = parser.parse_args()
     return exit_code(lambda: report(arguments))
+
+
+def positive(text: str) -> int:
+    """An argument that counts something; argparse says what is wrong and ends with exit code 2."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
 
 
 def report(arguments: argparse.Namespace) -> None:

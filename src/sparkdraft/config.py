@@ -14,6 +14,7 @@ from sparkdraft.errors import UserError
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 DEMO_TARGET = "smollm2-135m-instruct"
@@ -119,6 +120,8 @@ class TTTConfig(Strict):
     def _one_weight_a_step(self) -> "TTTConfig":
         if self.step_weights is not None and len(self.step_weights) != self.steps:
             raise ValueError(f"step_weights needs one number a step: {self.steps}, not {len(self.step_weights)}")
+        if sum(self.weights) == 0:
+            raise ValueError("step_weights: at least one must be above 0")
         return self
 
 
@@ -129,7 +132,7 @@ class TrainConfig(Strict):
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 50
     decay_fraction: Fraction = 0.2

@@ -119,3 +119,25 @@ def test_the_builtin_prompts():
     assert duplicates == 0
     assert sum(len(p.turns) > 1 for p in prompts) > 50
     assert 0.03 < sum(is_held_out(p.id, DataConfig()) for p in prompts) / len(prompts) < 0.07
+
+
+def test_passages_stand_before_their_question(tmp_path, monkeypatch):
+    """As retrieval gives them: one to three passages, the asked one among them, in several phrasings, each time the same."""
+    rows = [
+        {"title": f"T{n}", "text": f"Passage <{n}>.", "questions": [f"What is {n}{q}?" for q in "abc"]}
+        for n in range(90)
+    ]
+    write(tmp_path / "passages.jsonl", rows)
+    monkeypatch.setattr("sparkdraft.data.prompts.BUILTIN", tmp_path)
+    prompts, _ = load_prompts(DataConfig())
+    assert prompts == load_prompts(DataConfig())[0]
+    summaries = [p.turns[0] for p in prompts if p.kind == "summarising"]
+    assert all(row["text"] in text for row, text in zip(rows, summaries, strict=True))
+    assert len({text.replace(row["text"], "") for row, text in zip(rows, summaries, strict=True)}) >= 8
+    asked = [p.turns[0] for p in prompts if p.kind == "passages"]
+    counts = Counter()
+    for row, pair in zip(rows, zip(asked[::2], asked[1::2], strict=True), strict=True):
+        for text, question in zip(pair, row["questions"], strict=False):
+            assert 0 <= text.index(row["text"]) < text.index(question)
+            counts[sum(other["text"] in text for other in rows)] += 1
+    assert set(counts) == {1, 2, 3}

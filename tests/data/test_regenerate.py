@@ -23,6 +23,15 @@ PROMPTS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small batches gain little from more, and lose much where another process is at work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def loaded(target, target_model, monkeypatch):
     """The target, whose weights are not loaded anew in every test; no answers ship with it."""
@@ -157,6 +166,10 @@ def test_a_prompt_without_room_is_given_no_answer(loaded, tmp_path):
     rows = read_conversations(tmp_path / "out.jsonl")
     assert (rows[long.id]["messages"][-1]["content"], rows[long.id]["finish_reason"]) == ("", "length")
     assert rows[PROMPTS[1].id]["tokens"] > 0
+    regenerate([long, PROMPTS[1]], loaded, DataConfig(max_new_tokens=4, max_length=400), tmp_path / "out.jsonl")
+    again = read_conversations(tmp_path / "out.jsonl")
+    assert again[long.id]["tokens"] > 0
+    assert again[PROMPTS[1].id] == rows[PROMPTS[1].id]
 
 
 def test_a_character_cut_in_its_middle_is_left_out(loaded, tmp_path, monkeypatch):

@@ -1,11 +1,9 @@
-"""Questions files, held-out prompts, and drafts that do not fit."""
+"""Questions files and held-out prompts."""
 
 import json
 
 import pytest
 
-from sparkdraft.config import EvaluateConfig
-from sparkdraft.decoding.evaluate import check_draft, judge
 from sparkdraft.decoding.questions import Question, held_out_questions, load_questions, spread
 from sparkdraft.errors import UserError
 from sparkdraft.files import read_json
@@ -46,27 +44,3 @@ def test_held_out_questions_are_those_that_were_not_trained_on(captured):
     questions = held_out_questions(captured, None)
     assert {question.id for question in questions} == expected
     assert all(role == "user" for question in questions for role, _ in question.messages)
-
-
-def test_a_draft_of_another_target_is_refused(target, warm_draft, tmp_path):
-    config = read_json(warm_draft / "config.json")
-    (tmp_path / "config.json").write_text(json.dumps(config | {"target_num_layers": 32}))
-    with pytest.raises(UserError, match=r"draft of another target.*layers 32 against 30"):
-        check_draft(target, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(UserError, match="no EAGLE-3 draft"):
-        check_draft(target, tmp_path)
-    with pytest.raises(UserError, match="no draft directory"):
-        check_draft(target, tmp_path / "empty")
-
-
-def test_judging_writes_the_reports(target, warm_draft, tmp_path):
-    """The reference engine end to end: counts.json, report.json, report.md, report.html."""
-    questions = [Question(str(n), "ab"[n], (("user", text),)) for n, text in enumerate(["Hi", "Name a fruit."])]
-    settings = EvaluateConfig(engine="reference", max_new_tokens=12)
-    report = judge(target, warm_draft, questions, settings, {}, tmp_path / "out")
-    assert read_json(tmp_path / "out" / "report.json") == report
-    assert report["overall"]["prompts"] == 2
-    assert set(report["suites"]) == {"a", "b"}
-    assert report["tokens_per_second"]["ratio"] > 0
-    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".md", ".html"}

@@ -1,12 +1,17 @@
 """The reference decoder: the text of plain greedy decoding, and counts that an independent recount confirms."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, MistralConfig
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
+from sparkdraft.config import DraftConfig
 from sparkdraft.data.template import Template
 from sparkdraft.decoding.counts import Counts
 from sparkdraft.decoding.reference import ReferenceDecoder
-from sparkdraft.drafts.eagle3 import Eagle3Draft
+from sparkdraft.drafts.eagle3 import Eagle3Config, Eagle3Draft
 
 QUESTIONS = [
     "What is the capital of France?",
@@ -27,21 +32,29 @@ def prompts(target):
     return [template.prompt([{"role": "user", "content": question}]) for question in QUESTIONS]
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
-def test_text_is_that_of_plain_greedy_decoding(decoder, prompts, target_model, k):
+@pytest.fixture(scope="module")
+def texts(prompts, target_model):
+    """What transformers' own greedy decoding answers."""
+    answers = []
     for prompt in prompts:
-        tokens, counts = decoder.decode(prompt, k)
         ids = torch.tensor([prompt])
         plain = target_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
-        assert tokens == plain[0, len(prompt) :].tolist()
+        answers.append(plain[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("k", [0, 1, 3, 5])
+def test_text_is_that_of_plain_greedy_decoding(decoder, prompts, texts, k):
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens, counts = decoder.decode(prompt, k)
+        assert tokens == text
         assert counts.emitted == len(tokens)
-        assert decoder.decode(prompt, 0)[0] == tokens
 
 
 def test_counts_equal_a_recount_without_caches(decoder, prompts, target, target_model):
     """Every block anew from the whole text: one pass of the target, the draft over all rows with an explicit mask."""
     k, draft = 3, decoder.draft
-    for prompt in prompts:
+    for prompt in prompts[:2]:
         tokens, counts = decoder.decode(prompt, k)
         recount, answer = Counts(k, prompts=1, emitted=len(tokens)), tokens[:1]
         while len(answer) < 40 and not set(answer) & target.eos_token_ids:
@@ -97,3 +110,53 @@ def test_length_limit(decoder, prompts, monkeypatch):
     for limit in (1, 2, 7):
         monkeypatch.setattr(decoder, "max_new_tokens", limit)
         assert decoder.decode(prompts[1], 3)[0] == whole[:limit]
+
+
+SMALL = {
+    "vocab_size": 24, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "eos_token_id": 3, "pad_token_id": 0,
+}  # fmt: skip
+CACHES = {
+    "sliding window of 8": MistralConfig(**SMALL, sliding_window=8),
+    "recurrent states": Qwen3_5TextConfig(
+        **SMALL, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=32, linear_value_head_dim=32
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_rejected_tokens_leave_nothing_in_any_cache(kind, monkeypatch):
+    """Small random targets, whose caches cannot be cut like those of full attention, and proposals that are wrong at
+    each of their places in turn."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CACHES[kind], dtype=torch.float32).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter *= 4  # so that the texts are no repetitions
+    target = SimpleNamespace(
+        config=model.config, device=torch.device("cpu"), dtype=torch.float32, eos_token_ids={3},
+        load_model=lambda: model, rows=lambda part: model.get_input_embeddings().weight,
+    )  # fmt: skip
+    decoder = ReferenceDecoder(target, Eagle3Draft(Eagle3Config.of(DraftConfig(), target, [1, 2, 4], 24)), 30)
+    for length in (3, 7, 9, 14, 20):
+        prompt = torch.randint(4, 24, (length,)).tolist()
+        ids = torch.tensor([prompt])
+        plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False)
+        expected = plain[0, length:].tolist()
+        done, blocks = 0, 0
+
+        def propose(fresh, _aux, _cache, k, length=length, expected=expected):
+            nonlocal done, blocks
+            done += len(fresh) - (length - 1 if blocks == 0 else 0)
+            proposed = (expected[done : done + k] + [0] * k)[:k]
+            if blocks % (k + 1) < k:
+                proposed[blocks % (k + 1)] = 0  # never written: the targets' texts do not hold it
+            blocks += 1
+            return proposed
+
+        monkeypatch.setattr(decoder, "_propose", propose)
+        tokens, counts = decoder.decode(prompt, 3)
+        assert tokens == expected
+        assert counts.drafts == blocks
+        if len(expected) == 30:
+            assert counts.acceptance_length == pytest.approx(2.5, abs=0.3)  # 0, 1, 2, 3 of 3 in turn

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdraft.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from sparkdraft.drafts.eagle3 import Eagle3Config, Eagle3Draft, Rotary, rotate
 from sparkdraft.drafts.ttt import EagerUnrolledAttention, Span, UnrolledAttention, unroll
 
 
@@ -153,3 +153,15 @@ def test_later_rows_do_not_leak_into_earlier_ones():
     after = unroll(draft, token_ids, features, spans, UnrolledAttention(spans), steps)
     assert torch.equal(before[:, : cut + 1], after[:, : cut + 1])
     assert not torch.equal(before[:, cut + 1 :], after[:, cut + 1 :])
+
+
+def test_partial_rotation_is_that_of_a_smaller_head():
+    """A quarter of a head of 16 turns as a head of 4 does: angles p * theta ** (-2i / 4), halves paired; the rest stays."""
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}
+    rotary = Rotary(small_config(rope_parameters=rope))
+    x, positions = torch.randn(5, 2, 16), torch.tensor([0, 1, 7, 50, 200])
+    turned = rotate(x, *rotary(positions))
+    angles = positions[:, None] * 100.0 ** (-torch.arange(0, 4, 2) / 4)
+    whole = torch.complex(x[..., :2], x[..., 2:4]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    assert torch.allclose(turned[..., :4], torch.cat([whole.real, whole.imag], -1), atol=1e-5)
+    assert torch.equal(turned[..., 4:], x[..., 4:])

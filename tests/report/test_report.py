@@ -1,7 +1,9 @@
 """Reports from stored counts: the contract of report.json, the same figures in the page, and hostile text."""
 
+import json
 import re
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +16,7 @@ FACTS = {
     "bytes": {"plain_token": 1000, "verify": 1010, "verify_estimated": False, "draft_step": 50},
     "versions": {"sparkdraft": "0"}, "git_revision": "r", "machine": "m",
 }  # fmt: skip
-EVIL = "<script>alert(1)</script>|x\n&"
+EVIL = "<script>alert(1)</script>|x\n&$\\frac{"
 
 
 def judgement(histograms: list[list[int]], kinds: list[str]) -> Judgement:
@@ -53,12 +55,43 @@ def test_a_draft_that_costs_more_than_it_gives_is_said():
     assert report["overall"]["tokens_per_weight_read"] < 1
 
 
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        (Speed(80, 2.0), "it is faster: 1.25 times"),
+        (Speed(125, 2.0), "it is not faster: 0.80 times"),
+        (None, "not compared"),
+    ],
+)
+def test_the_verdict_says_what_the_clock_said(plain, said):
+    found = judgement([[1, 2, 3, 4]], ["a"])
+    found.baseline = plain
+    assert said in make_report(found, FACTS)["verdict"]
+
+
+def test_what_training_counted_stands_beside_what_serving_counts(tmp_path):
+    """The best held-out evaluation, whose step is the exported one."""
+    lines = [{"step": n, "loss": 1.0} for n in range(3)]
+    for step, length in ((1, 1.5), (2, 2.25), (3, 2.0)):
+        lines.append(
+            {"step": step, "held_out_acceptance_length": length, "held_out_acceptance_rate_per_position": [0.5] * 3}
+        )
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = build_report(judgement([[1, 2, 3, 4]], ["a"]), FACTS, tmp_path, tmp_path / "metrics.jsonl")
+    assert report["training"] == {"held_out_acceptance_length": 2.25, "steps": 3}
+    page = (tmp_path / "report.html").read_text()
+    assert "an acceptance length of 2.25 on held-out samples" in page
+    assert page.count("<svg") == 4
+
+
 def test_estimates_are_starred(tmp_path):
     facts = FACTS | {"bytes": FACTS["bytes"] | {"verify_estimated": True}}
     build_report(judgement([[1, 1, 1, 1]], ["a"]), facts, tmp_path, None)
     for name in ("report.md", "report.html"):
         assert "estimated: distinct experts" in (tmp_path / name).read_text()
         assert re.search(r"1,010\*", (tmp_path / name).read_text())
+        assert not re.search(r"tokens per weight read[^|<(]*\d\.\d\d(?!\\?\*)", (tmp_path / name).read_text())
+    assert (tmp_path / "report.html").read_text().count("2.16*") == 4  # verdict, tile, all, the one kind
 
 
 def test_hostile_text_is_escaped_and_figures_are_those_of_the_json(tmp_path):

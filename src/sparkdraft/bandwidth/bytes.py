@@ -4,6 +4,8 @@ Decoding one token reads every weight once, but for the embedding table (one row
 a tied output projection is read whole. This is the part that a report needs.
 """
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from safetensors import safe_open
 
 from sparkdraft.target import Target
 
-_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: one byte
+_DTYPE_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2}  # others: one byte
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Bytes:
     plain_token: int
     """By the target, for one token without a draft."""
     verify: int
-    """By the target, for the k + 1 tokens of a block."""
+    """For the k + 1 tokens of a block: by the target, and by the fusion of its states, which a block reads once."""
     verify_estimated: bool
     """Whether `verify` rests on an assumption (a mixture of experts: distinct experts of independent uniform choices)."""
     draft_step: int
@@ -37,14 +39,14 @@ def count_bytes(target: Target, draft: Path, k: int) -> Bytes:
 
     Args:
         target: dense, or a mixture of experts whose config says how many are active.
-        draft: a draft directory; its fusion `fc` is read once a block and is counted once.
+        draft: a draft directory.
         k: speculative tokens.
     """
-    experts = total = 0
-    for name, size in _sizes(sorted(target.path.glob("*.safetensors"))):
-        if _read_when_decoding(name, target):
-            total += size
-            experts += size if ".experts." in name else 0
+    sizes = dict(_sizes(target.path))
+    tied = not any("lm_head" in name for name in sizes)
+    read = {name: size for name, size in sizes.items() if _read_when_decoding(name, tied)}
+    total = sum(read.values())
+    experts = sum(size for name, size in read.items() if ".experts." in name)
     count = getattr(target.config, "num_experts", None) or getattr(target.config, "num_local_experts", None) or 1
     active = getattr(target.config, "num_experts_per_tok", None) or count
     share = active / count
@@ -52,29 +54,27 @@ def count_bytes(target: Target, draft: Path, k: int) -> Bytes:
     plain = total - experts + round(experts * share)
     verify = total - experts + round(experts * union) if experts else plain
     step = once = 0
-    for name, size in _sizes(sorted(draft.glob("*.safetensors"))):
-        if name == "fc.weight":
+    for name, size in _sizes(draft):
+        if name.startswith(("fc", "input_norm")):
             once += size
         elif name not in ("d2t", "t2d", "embed_tokens.weight"):
             step += size
     return Bytes(plain, verify + once, bool(experts), step)
 
 
-def _read_when_decoding(name: str, target: Target) -> bool:
+def _read_when_decoding(name: str, tied: bool) -> bool:
     """Not the vision tower, not the MTP head, and the embedding table only where it is the output projection too."""
     if name.startswith(("visual", "model.visual", "mtp", "vision", "model.vision")):
         return False
-    return "embed_tokens" not in name or bool(target.full_config.tie_word_embeddings)
+    return "embed_tokens" not in name or tied
 
 
-def _sizes(files: list[Path]) -> list[tuple[str, int]]:
-    sizes = []
-    for file in files:
+def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
+    """Name and bytes of every tensor, from the headers; `consolidated*.safetensors` are second copies of a checkpoint."""
+    for file in sorted(directory.glob("*.safetensors")):
+        if file.name.startswith("consolidated"):
+            continue
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 part = tensors.get_slice(name)
-                count = 1
-                for dimension in part.get_shape():
-                    count *= dimension
-                sizes.append((name, count * _DTYPE_BYTES.get(part.get_dtype(), 1)))
-    return sizes
+                yield name, math.prod(part.get_shape()) * _DTYPE_BYTES.get(part.get_dtype(), 1)

@@ -185,7 +185,7 @@ def _builtin() -> Iterator[Prompt]:
     for file in sorted(BUILTIN.iterdir(), key=lambda file: file.name):
         if not file.name.endswith(".jsonl"):
             continue
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
         if file.name == "passages.jsonl":
             yield from _passages(rows)
         else:

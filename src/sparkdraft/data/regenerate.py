@@ -62,7 +62,12 @@ def regenerate(prompts: Sequence[Prompt], target: Target, config: DataConfig, ou
     Raises:
         UserError: the chat template refuses a prompt.
     """
-    done = read_conversations(out)
+    # a prompt that there was no room for is tried again: data.max_length may have been raised
+    done = {
+        name
+        for name, row in read_conversations(out).items()
+        if row["messages"][-1]["content"] or row["finish_reason"] == "stop"
+    }
     shipped = shipped_answers(target, config)
     wanted = [prompt for prompt in prompts if prompt.id not in done]
     with out.open("a", encoding="utf-8") as file:
@@ -81,10 +86,10 @@ def read_conversations(path: Path) -> dict[str, dict[str, Any]]:
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         write_text(path, whole)
-    return {row["id"]: row for row in map(json.loads, whole.splitlines())}
+    return {row["id"]: row for row in map(json.loads, whole.split("\n")[:-1])}
 
 
-def _settings(target: Target, config: DataConfig) -> dict[str, Any]:
+def settings_of_answers(target: Target, config: DataConfig) -> dict[str, Any]:
     """Everything that an answer depends on, besides its prompt."""
     names = ("max_new_tokens", "temperature", "top_p", "system_prompt", "template_arguments", "seed")
     values = {name: getattr(config, name) for name in names}
@@ -97,10 +102,9 @@ def shipped_answers(target: Target, config: DataConfig) -> dict[str, dict[str, A
     """The package's ready-made answers, if this target with these settings made them."""
     folder = BUILTIN / "responses"
     record = folder / f"{target.name}.json"
-    if not record.is_file() or json.loads(record.read_text())["settings"] != _settings(target, config):
+    if not record.is_file() or json.loads(record.read_text())["settings"] != settings_of_answers(target, config):
         return {}
-    lines = (folder / f"{target.name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return {row["id"]: row for row in map(json.loads, lines)}
+    return read_conversations(Path(str(folder / f"{target.name}.jsonl")))
 
 
 def ship(config: Config, directory: Path) -> None:
@@ -119,7 +123,7 @@ def ship(config: Config, directory: Path) -> None:
     write_json(
         directory / f"{target.name}.json",
         {
-            "settings": _settings(target, config.data),
+            "settings": settings_of_answers(target, config.data),
             "target_name": target.name,
             "conversations": len(lines),
             "sha256": digest(lines),

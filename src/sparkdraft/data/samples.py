@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sparkdraft.config import Config, DataConfig
 from sparkdraft.data.prompts import Prompt, digest, is_held_out, load_prompts
-from sparkdraft.data.regenerate import read_conversations, regenerate
+from sparkdraft.data.regenerate import read_conversations, regenerate, settings_of_answers
 from sparkdraft.data.template import Template
 from sparkdraft.errors import UserError
 from sparkdraft.files import disk_errors, read_json, remove, remove_leftovers, write_aside, write_json, write_text
@@ -60,9 +61,10 @@ def prepare(config: Config, run: Run) -> None:
             Console(stderr=True).print("prepare: finished before, nothing has changed")
             return
         with disk_errors(run.samples):
-            _start(run.samples, stage.fingerprint)
+            _start(run.samples, digest(settings_of_answers(target, config.data)))
             conversations = _conversations(prompts, target, config.data, run.samples / CONVERSATIONS)
             samples, dropped = make_samples(conversations, target, config.data)
+            _check_split(samples, config.data)
             facts = {"prompts": len(prompts), "duplicates": duplicates, "dropped": dropped}
             facts |= _counts(samples, conversations)
             _save(samples, facts, run.samples)
@@ -70,15 +72,16 @@ def prepare(config: Config, run: Run) -> None:
         _say(facts, samples)
 
 
-def _start(directory: Path, fingerprint: str) -> None:
-    """Keep what a stopped prepare of the same inputs left, and nothing else."""
+def _start(directory: Path, answers: str) -> None:
+    """Keep the answers that an earlier prepare got from the same target with the same settings (`answers` is their
+    hash), whatever else has changed: they are the long part."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_leftovers(directory)
-    marker = directory / "started.json"
-    if not marker.exists() or read_json(marker) != fingerprint:
-        for name in (CONVERSATIONS, TENSORS, INDEX):
-            remove(directory / name)
-        write_json(marker, fingerprint)
+    remove(directory / INDEX)
+    marker = directory / "answers.json"
+    if not marker.exists() or read_json(marker) != answers:
+        remove(directory / CONVERSATIONS)
+        write_json(marker, answers)
 
 
 def _conversations(prompts: Sequence[Prompt], target: Target, config: DataConfig, path: Path) -> list[dict[str, Any]]:
@@ -135,6 +138,15 @@ def make_samples(
     return samples, dropped
 
 
+def _check_split(samples: Sequence[Sample], config: DataConfig) -> None:
+    for split in ("train", "held_out"):
+        if not any(sample.split == split for sample in samples):
+            raise UserError(
+                f"data.held_out: of {len(samples)} samples none is in the split {split!r} at a share of {config.held_out}. "
+                "Add prompts, or change data.held_out or data.seed."
+            )
+
+
 def _counts(samples: Sequence[Sample], conversations: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "samples": len(samples),
@@ -188,7 +200,7 @@ def _say(facts: dict[str, Any], samples: Sequence[Sample]) -> None:
             sum(int(x) for x in values)
             for values in ([len(s.token_ids) for s in mine], [s.loss_mask.sum() for s in mine])
         )
-        table.add_row(kind, f"{len(mine):,}", f"{tokens:,}", f"{trained:,}")
+        table.add_row(Text(kind), f"{len(mine):,}", f"{tokens:,}", f"{trained:,}")
     console = Console(stderr=True, soft_wrap=True)
     console.print(table)
     console.print(

@@ -13,9 +13,9 @@ from sparkdraft.decoding.counts import Judgement
 from sparkdraft.decoding.questions import Question, digest, held_out_questions, load_questions
 from sparkdraft.decoding.reference import run_reference
 from sparkdraft.decoding.vllm_engine import run_vllm
-from sparkdraft.drafts.eagle3 import WEIGHTS, Eagle3Config, Eagle3Draft
+from sparkdraft.drafts.eagle3 import WEIGHTS, Eagle3Draft
 from sparkdraft.errors import UserError
-from sparkdraft.files import disk_errors, sha256_file, write_json
+from sparkdraft.files import disk_errors, read_json, sha256_file, write_json
 from sparkdraft.report.build import build_report
 from sparkdraft.run import Run, provenance
 from sparkdraft.target import Target
@@ -36,7 +36,7 @@ def evaluate(config: Config, run: Run) -> None:
         "draft": exported["sha256"],
         "target": target.fingerprint,
         "questions": digest(questions),
-        "evaluate": config.evaluate.model_dump(mode="json"),
+        "evaluate": config.evaluate.model_dump(mode="json") | {"engine": choose_engine(config.evaluate)},
         "template": config.data.template_arguments,
     }
     with run.stage("evaluate", inputs) as stage:
@@ -62,6 +62,12 @@ def run_questions(settings: EvaluateConfig, run: Run) -> list[Question]:
     return held_out_questions(run, settings.limit)
 
 
+def choose_engine(settings: EvaluateConfig) -> str:
+    if settings.engine == "auto":
+        return "vllm" if find_spec("vllm") else "reference"
+    return settings.engine
+
+
 def judge(
     target: Target, draft: Path, questions: list[Question], settings: EvaluateConfig, template_arguments: dict[str, Any],
     out: Path, metrics: Path | None = None,
@@ -69,17 +75,15 @@ def judge(
     """Judge any draft directory on any questions; writes counts.json and the report to `out` and returns the report.
 
     Raises:
-        UserError: the draft is of another target; the engine is not installed or fails.
+        UserError: the draft is of another target; a question is too long; the engine is not installed or fails.
     """
     check_draft(target, draft)
     template = Template(target.tokenizer, template_arguments)
-    engine = settings.engine
-    if engine == "auto":
-        engine = "vllm" if find_spec("vllm") else "reference"
+    check_lengths(target, template, questions, settings)
     common = (template, questions, settings.k, settings.max_new_tokens, settings.baseline)
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        if engine == "vllm":
+        if choose_engine(settings) == "vllm":
             judgement: Judgement = run_vllm(target, draft, *common, log=out)
         else:
             judgement = run_reference(target, Eagle3Draft.load(draft), *common)
@@ -94,22 +98,42 @@ def judge(
 
 
 def check_draft(target: Target, draft: Path) -> None:
-    """Refuse a directory that is no draft, and a draft of another target.
+    """Refuse a directory that is no EAGLE-3 draft, and a draft of another target. Drafts of other trainers record less
+    about their target: what is recorded is held against it.
 
     Raises:
-        UserError: names what differs.
+        UserError: names what is missing or differs.
     """
-    if not (draft / "config.json").is_file():
-        raise UserError(f"{draft} holds no config.json, so it is no draft directory. Give the `draft/` of a run.")
-    config = Eagle3Config.from_vllm(draft / "config.json")
+    for name in ("config.json", WEIGHTS):
+        if not (draft / name).is_file():
+            raise UserError(f"{draft} holds no {name}, so it is no draft directory. Give the `draft/` of a run.")
+    config = read_json(draft / "config.json")
+    if "draft_vocab_size" not in config:
+        raise UserError(f"{draft}: {config.get('architectures')} is no EAGLE-3 draft. Give the `draft/` of a run.")
     differences = [
-        f"{what} {ours} against {theirs}"
-        for what, ours, theirs in (
-            ("hidden size", config.target_hidden_size, target.hidden_size),
-            ("vocabulary", config.vocab_size, target.vocab_size),
-            ("layers", config.target_num_layers, target.num_layers),
+        f"{what} {recorded} against {theirs}"
+        for what, recorded, theirs in (
+            ("hidden size", config.get("target_hidden_size") or config.get("hidden_size"), target.hidden_size),
+            ("vocabulary", config.get("vocab_size"), target.vocab_size),
+            ("layers", config.get("target_num_layers"), target.num_layers),
         )
-        if ours != theirs
+        if recorded not in (None, theirs)
     ]
     if differences:
         raise UserError(f"{draft} is a draft of another target than {target.path}: {', '.join(differences)}.")
+
+
+def check_lengths(target: Target, template: Template, questions: list[Question], settings: EvaluateConfig) -> None:
+    """Refuse a question that leaves no room for its answer.
+
+    Raises:
+        UserError: names the longest question.
+    """
+    longest = max(questions, key=lambda question: len(question.tokens(template)))
+    length = len(longest.tokens(template))
+    limit = getattr(target.config, "max_position_embeddings", None)
+    if limit and length + settings.max_new_tokens + settings.k + 1 > limit:
+        raise UserError(
+            f"Question {longest.id} has {length} tokens, which with {settings.max_new_tokens} new ones and {settings.k} "
+            f"drafted ones do not fit into the {limit} positions of {target.name}. Leave it out or lower max_new_tokens."
+        )

@@ -14,6 +14,9 @@ from sparkdraft.errors import UserError
 from sparkdraft.files import read_json
 from sparkdraft.run import Run
 
+SPEED_QUESTIONS = 8
+"""Questions whose decoding is timed, one at a time, with and without the draft."""
+
 
 @dataclass(frozen=True)
 class Question:
@@ -38,7 +41,7 @@ def load_questions(path: Path, limit: int | None) -> list[Question]:
         UserError: the file is missing, empty, or has a line of another form (named).
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # other line separators are text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"The questions file {path} cannot be read: {error}") from error
     questions = [_question(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]

@@ -2,8 +2,12 @@
 
 It counts as vLLM does: a draft is a block of k tokens that the target verified, in full even where the answer ends
 inside it or at its length limit; the first token after the prompt comes from the prompt's own pass.
+
+Rejected tokens are cut off the target's cache. Recurrent states (gated DeltaNet) cannot be cut: there the cache is copied
+before a block, and the accepted tokens are run again, so the counts hold but the speed says little.
 """
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,13 +21,10 @@ from transformers import DynamicCache
 
 from sparkdraft.data.template import Template
 from sparkdraft.decoding.counts import Answer, Counts, Judgement, Speed
-from sparkdraft.decoding.questions import Question, spread
+from sparkdraft.decoding.questions import SPEED_QUESTIONS, Question, spread
 from sparkdraft.drafts.eagle3 import Eagle3Draft
 from sparkdraft.features.taps import Taps
 from sparkdraft.target import Target
-
-SPEED_QUESTIONS = 8
-"""Questions whose decoding is timed, one at a time, with and without the draft."""
 
 
 @dataclass
@@ -59,7 +60,9 @@ class ReferenceDecoder:
         self.taps = Taps(self.model.get_decoder(), draft.config.aux_layers if draft else [])
         if draft:
             draft.set_embeddings(target.rows("embed"))
-            draft.to(device=target.device, dtype=target.dtype).eval()
+            draft.to(device=target.device).eval()
+            for parameter in draft.parameters():  # not the rotary table, which BF16 would turn by radians
+                parameter.data = parameter.data.to(target.dtype)
 
     def _forward(self, token_ids: list[int], cache: DynamicCache) -> tuple[list[int], Tensor | None]:
         """Run the target over new tokens: its choice after each, and its auxiliary states [T, A*H]."""
@@ -85,17 +88,34 @@ class ReferenceDecoder:
         answer, fresh = [token], [*prompt[1:], token]
         while not self._ended(answer):
             proposed = self._propose(fresh, aux, draft_cache, k) if k and aux is not None else []
-            choices, aux = self._forward([answer[-1], *proposed], cache)
-            accepted = next((i for i, token in enumerate(proposed) if token != choices[i]), len(proposed))
+            fresh, aux, cache = self._verify([answer[-1], *proposed], cache)
             if k:
-                counts.observe(accepted)
-            fresh = choices[: accepted + 1]
+                counts.observe(len(fresh) - 1)
             answer += fresh
-            cache.crop(cache.get_seq_length() - (len(proposed) - accepted))
-            aux = aux[: accepted + 1] if aux is not None else None
         answer = self._cut(answer)
         counts.emitted = len(answer)
         return answer, counts
+
+    def _verify(self, block: list[int], cache: DynamicCache) -> tuple[list[int], Tensor | None, DynamicCache]:
+        """Run the target over the answer's last token and the drafted ones.
+
+        Returns:
+            the accepted tokens and the target's own next one; the states that they were made of; the cache, in which the
+            rejected tokens have left nothing.
+        """
+        cut = cache.is_croppable
+        if cut:
+            cache.activate_past_recording()  # a sliding window keeps what the block pushes out of it
+        before = cache if cut or len(block) == 1 else copy.deepcopy(cache)
+        choices, aux = self._forward(block, cache)
+        drafted = block[1:]
+        accepted = next((i for i, token in enumerate(drafted) if token != choices[i]), len(drafted))
+        if cut:
+            cache.crop(accepted - len(drafted))
+        elif accepted < len(drafted):
+            cache = before
+            self._forward(block[: accepted + 1], cache)
+        return choices[: accepted + 1], aux[: accepted + 1] if aux is not None else None, cache
 
     def _propose(self, tokens: list[int], aux: Tensor, cache: DraftCache, k: int) -> list[int]:
         """Draft k tokens after `tokens`, whose predecessors' true features are `aux` (one row a token)."""
@@ -129,16 +149,19 @@ def run_reference(
 ) -> Judgement:  # fmt: skip
     """Judge a draft with the reference decoder."""
     decoder = ReferenceDecoder(target, draft, max_new_tokens)
-    few = spread(questions, SPEED_QUESTIONS)
+    timed = {question.id for question in spread(questions, SPEED_QUESTIONS)}
     answers, speed, plain = [], Speed(0, 0.0), Speed(0, 0.0)
+    decoder.decode(questions[0].tokens(template), k)  # warm
     for question in track(questions, "decode", console=Console(stderr=True)):
+        prompt = question.tokens(template)
         start = time.perf_counter()
-        tokens, counts = decoder.decode(question.tokens(template), k)
+        tokens, counts = decoder.decode(prompt, k)
+        seconds = time.perf_counter() - start
         answers.append(Answer(question.id, question.kind, tokens, counts))
-        if question in few:
-            speed.add(len(tokens), time.perf_counter() - start)
-    for question in few if baseline else ():
-        start = time.perf_counter()
-        plain.add(len(decoder.decode(question.tokens(template), 0)[0]), time.perf_counter() - start)
+        if question.id in timed:
+            speed.add(len(tokens), seconds)
+            if baseline:
+                start = time.perf_counter()
+                plain.add(len(decoder.decode(prompt, 0)[0]), time.perf_counter() - start)
     dtype = str(target.dtype).removeprefix("torch.")
     return Judgement("reference", k, dtype, max_new_tokens, answers, speed, plain if baseline else None)

@@ -16,15 +16,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sparkdraft.data.template import Template
 from sparkdraft.decoding.counts import Answer, Counts, Judgement, Speed
-from sparkdraft.decoding.questions import Question, spread
+from sparkdraft.decoding.questions import SPEED_QUESTIONS, Question, spread
 from sparkdraft.errors import UserError
 from sparkdraft.files import read_json, write_json
 from sparkdraft.target import Target
-
-SPEED_QUESTIONS = 8
-"""Questions whose decoding is timed, one at a time, with and without the draft."""
 
 _BATCH = 32
 """Questions answered side by side; acceptance does not depend on it, but for ties in rounding."""
@@ -136,21 +135,19 @@ def _in_process(request: Request, log: Path) -> Result:
 
 def _environment() -> dict[str, str]:
     """vLLM's own settings: no launcher's variables, no usage reports, and on a CPU all cores, which it does not take by
-    itself."""
+    itself. What the user has set of them stands."""
     launcher = ("ACCELERATE_", "TORCHELASTIC_", "MASTER_", "OMP_NUM_THREADS")
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     environment = {n: v for n, v in os.environ.items() if not n.startswith(launcher) and n not in names}
-    environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    import torch
-
+    defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if not torch.cuda.is_available():
         cores = sorted(os.sched_getaffinity(0))
-        environment |= {
+        defaults |= {
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
             "OMP_NUM_THREADS": str(len(cores)),
-            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
         }
-    return environment
+    return defaults | environment
 
 
 def _serve(request: Request) -> Result:
@@ -159,7 +156,6 @@ def _serve(request: Request) -> Result:
     Raises:
         RuntimeError: the counts of the requests do not add up to vLLM's own counters.
     """
-    import torch
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.v1.metrics.reader import Counter
@@ -173,6 +169,7 @@ def _serve(request: Request) -> Result:
         max_model_len=longest + request.max_new_tokens + request.k + 1,
         max_num_seqs=_BATCH,
         enforce_eager=not torch.cuda.is_available(),
+        enable_prefix_caching=False,  # the timed prompts were answered before, but only in the process with the draft
         disable_log_stats=False,
         trust_remote_code=request.trust_remote_code,
         **(drafting if request.draft else {}),

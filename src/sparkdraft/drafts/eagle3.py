@@ -162,17 +162,22 @@ class Rotary(nn.Module):
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
+        rope = dict(config.rope_parameters)
+        self.dim = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        head_dim = config.head_dim
+        if rope.get("rope_type", "default") == "default":
+            # transformers' default table knows no partial rotation: it is that of a head of the rotated dimensions
+            head_dim = self.dim
+            rope.pop("partial_rotary_factor", None)
         self.tables = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=config.hidden_size,
                 num_attention_heads=config.num_attention_heads,
-                head_dim=config.head_dim,
+                head_dim=head_dim,
                 max_position_embeddings=config.max_position_embeddings,
-                rope_parameters=dict(config.rope_parameters),
+                rope_parameters=rope,
             )
         )
-        share = config.rope_parameters.get("partial_rotary_factor", 1.0)
-        self.dim = int(config.head_dim * share)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [N, rotary dim] in float32 for int64 positions [N]."""

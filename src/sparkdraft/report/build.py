@@ -2,7 +2,7 @@
 
 report.json: `overall` and, under `suites`, each kind of prompt hold `acceptance_length`, `acceptance_rate_per_position`,
 `drafts`, `accepted`, `emitted`, `prompts`, `tokens_per_weight_read`; beside them stand `k`, `engine`, `target`, `draft`,
-`tokens_per_second` and `bandwidth`, whose figures say whether they were measured or estimated.
+`tokens_per_second`, `training` and `bandwidth`, whose figures say whether they were measured or estimated.
 """
 
 import json
@@ -32,8 +32,8 @@ def build_report(judgement: Judgement, facts: dict[str, Any], out: Path, metrics
     Returns:
         the content of report.json.
     """
-    report = make_report(judgement, facts)
     history = read_metrics(metrics)
+    report = make_report(judgement, facts) | {"training": _training(history)}
     environment = Environment(
         loader=PackageLoader("sparkdraft.report"),
         autoescape=select_autoescape(["html"]),
@@ -42,7 +42,13 @@ def build_report(judgement: Judgement, facts: dict[str, Any], out: Path, metrics
     )
     environment.filters["percent"] = lambda value: f"{value:.1%}"
     environment.filters["figure"] = lambda value: f"{value:.2f}"
-    values = {"report": report, "facts": facts, "plots": _plots(report, history), "title": facts["target"]["name"]}
+    values = {
+        "report": report,
+        "facts": facts,
+        "plots": _plots(report, history),
+        "title": facts["target"]["name"],
+        "star": _star(report),
+    }
     write_json(out / "report.json", report)
     write_text(out / "report.md", environment.get_template("report.md").render(**values))
     write_text(out / "report.html", environment.get_template("report.html").render(**values))
@@ -106,16 +112,21 @@ def _figures(counts: Counts, read: Bytes) -> dict[str, Any]:
 def verdict(report: dict[str, Any]) -> str:
     """One sentence that a person can decide from: what the bytes say, and what the clock here said."""
     value, length = report["overall"]["tokens_per_weight_read"], report["overall"]["acceptance_length"]
-    star = "*" if report["bandwidth"]["verify_bytes"]["basis"] == "estimated" else ""
     pays = "pays" if value > 1 else "does not pay"
     text = (
-        f"The draft {pays} where decoding is bound by bandwidth: {value:.2f}{star} tokens per weight read "
+        f"The draft {pays} where decoding is bound by bandwidth: {value:.2f}{_star(report)} tokens per weight read "
         f"(acceptance length {length:.2f} at k = {report['k']})"
     )
     ratio = report["tokens_per_second"]["ratio"]
     if ratio is None:
-        return text + "."
-    return text + f"; measured here, single stream: {ratio:.2f} times the speed without it."
+        return text + "; its speed was not compared."
+    faster = "faster" if ratio > 1 else "not faster"
+    return text + f"; measured here, single stream, it is {faster}: {ratio:.2f} times the speed without it."
+
+
+def _star(report: dict[str, Any]) -> str:
+    """What is put behind every figure that rests on an estimate."""
+    return "*" if report["bandwidth"]["verify_bytes"]["basis"] == "estimated" else ""
 
 
 def read_metrics(path: Path | None) -> list[dict[str, Any]]:
@@ -123,6 +134,19 @@ def read_metrics(path: Path | None) -> list[dict[str, Any]]:
     if path is None or not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _training(history: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """What training counted on held-out samples at its best step, which is the one that is exported; beside what serving
+    counts it shows a draft that does worse where it is used."""
+    counted = [line for line in history if "held_out_acceptance_length" in line]
+    if not counted:
+        return None
+    best = max(counted, key=lambda line: line["held_out_acceptance_length"])
+    return {
+        "held_out_acceptance_length": round(best["held_out_acceptance_length"], 4),
+        "steps": len(best["held_out_acceptance_rate_per_position"]),
+    }
 
 
 def _plots(report: dict[str, Any], history: list[dict[str, Any]]) -> list[tuple[str, str]]:

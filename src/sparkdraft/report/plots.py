@@ -2,15 +2,20 @@
 
 import io
 import re
+import warnings
 from collections.abc import Sequence
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-matplotlib.rcParams.update({"svg.fonttype": "none", "font.size": 11, "svg.hashsalt": "sparkdraft"})
+# a kind of prompt may hold a `$`: labels are text, never formulas
+matplotlib.rcParams.update(
+    {"svg.fonttype": "none", "font.size": 11, "svg.hashsalt": "sparkdraft", "text.parse_math": False}
+)
 
 _INK, _ACCENT = "#010203", "#3b82f6"
+_LONGEST_LABEL = 40
 
 
 def bars(
@@ -20,14 +25,15 @@ def bars(
     """A bar chart with each value written at its bar."""
     figure = Figure(figsize=(6.4, 0.8 + 0.32 * len(labels)) if horizontal else (6.4, 3.0))
     axes = figure.subplots()
-    lengths = [value - start for value in values]
+    lengths, places = [value - start for value in values], range(len(labels))
+    short = [label if len(label) <= _LONGEST_LABEL else label[: _LONGEST_LABEL - 1] + "…" for label in labels]
     if horizontal:
-        drawn = axes.barh(labels, lengths, left=start, color=_ACCENT)
+        drawn = axes.barh(places, lengths, left=start, color=_ACCENT, tick_label=short)
         axes.invert_yaxis()
         axes.set_xlabel(axis)
         axes.margins(x=0.12)
     else:
-        drawn = axes.bar(labels, lengths, bottom=start, color=_ACCENT)
+        drawn = axes.bar(places, lengths, bottom=start, color=_ACCENT, tick_label=short)
         axes.set_xlabel(axis)
         axes.set_ylim(start, limit)
     axes.bar_label(drawn, [f"{value:.2f}" for value in values], padding=3)
@@ -52,7 +58,9 @@ def _svg(figure: Figure, axes: Axes) -> str:
         spine.set_color(_INK)
     axes.tick_params(colors=_INK)
     buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # the browser brings the font
+        figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img" style="width:100%;height:auto"', text, count=1)

@@ -31,7 +31,7 @@ from sparkdraft.training.optimisers import Optimiser, build_optimisers, learning
 HELD_OUT_SAMPLES = 64
 """Samples judged at each evaluation; the final judgement is another stage's."""
 
-_NO_EFFECT = {"trackers", "log_every", "save_every", "keep_checkpoints"}
+_NO_EFFECT = {"trackers", "log_every", "evaluate_every", "save_every", "keep_checkpoints"}
 """Settings that change no weight, so that a run may change them and go on."""
 
 
@@ -48,7 +48,6 @@ def train(config: Config, run: Run) -> None:
         "draft": config.draft.model_dump(mode="json"),
         "ttt": config.ttt.model_dump(mode="json"),
         "train": config.train.model_dump(mode="json", exclude=_NO_EFFECT),
-        "k": config.evaluate.k,
     }
     accelerator = _accelerator(config, run)
     with run.stage("train", inputs, record=accelerator.is_main_process) as stage:
@@ -116,7 +115,8 @@ class Trainer:
                 f"The features in {run.features} come from another target than {target.path}. Run capture again."
             )
         entries = self.store.entries
-        self.held_out = [entry for entry in entries if entry.split == "held_out"][:HELD_OUT_SAMPLES]
+        held_out = sorted((entry for entry in entries if entry.split == "held_out"), key=lambda entry: entry.id)
+        self.held_out = held_out[:HELD_OUT_SAMPLES]  # ids are hashes: any kind of prompt may be among them
         self.plan = Plan(
             [entry for entry in entries if entry.split == "train"],
             config.train.tokens_per_batch,
@@ -270,7 +270,7 @@ class Trainer:
         self._log(
             {"held_out_acceptance_length": counts.acceptance_length, "held_out_acceptance_rate_per_position": rates}
         )
-        if counts.acceptance_length <= self.best.acceptance_length:
+        if counts.acceptance_length < self.best.acceptance_length:
             return False
         self.best = Best(self.step, counts.acceptance_length, rates)
         return True

@@ -1,6 +1,7 @@
 """Losses between the target's and the draft's next-token distributions over the draft vocabulary.
 
-p is the target's distribution renormalised over the draft vocabulary, q = softmax(z) the draft's. Each loss is a
+p is the target's distribution renormalised over the draft vocabulary (so tv and lk see the acceptance rate inside it),
+q = softmax(z) the draft's. Each loss is a
 function that turns logits into values and gradients:
 
     kl   KL(p || q) = sum_v p log(p / q)             EAGLE-3 (Li et al. 2025); gradient q - p
