@@ -33,6 +33,7 @@ from sparkdraft.data.samples import prepare
 from sparkdraft.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sparkdraft.features.capture import capture
 from sparkdraft.features.store import FeatureStore
+from sparkdraft.files import write_json
 from sparkdraft.run import Run
 from sparkdraft.target import Target
 from sparkdraft.training.batches import load_batch
@@ -133,7 +134,8 @@ def run_speculators(round_: int, steps: int) -> tuple[float, float, Path]:
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     times = times[3:steps]
-    checkpoints = sorted(path.parent for path in save.glob("*/model.safetensors") if path.parent.name.isdigit())
+    saved = [path.parent for path in save.glob("*/model.safetensors") if path.parent.name.isdigit()]
+    checkpoints = sorted(saved, key=lambda path: int(path.name))
     return BUDGET * (len(times) - 1) / (times[-1] - times[0]), peak.stop(), checkpoints[-1]
 
 
@@ -151,6 +153,9 @@ def run_ours(round_: int, steps: int) -> tuple[float, float, Path]:
     config = base_config("ours", *overrides, "train.evaluate_every=100000", "train.save_every=100000")
     run = Run.open(config)
     shutil.rmtree(run.checkpoints, ignore_errors=True)
+    manifest = run.manifest
+    manifest["stages"].pop("train", None)
+    write_json(run.path / "manifest.json", manifest)
     command = [sys.executable, "-m", "sparkdraft.cli", "train", "--config", run.path / "config.yaml"]
     process = subprocess.Popen([str(part) for part in command], stderr=subprocess.DEVNULL)
     peak = Peak(process.pid)
@@ -241,11 +246,11 @@ def compare(rounds: int, steps: int) -> None:
             )
             print(f"round {round_} {name:12} {rate:7.0f} tok/s  peak {memory:5.2f} GiB  acceptance length {length:.3f}  "
                   f"({time.time() - start:.0f} s)", flush=True)  # fmt: skip
-    means = {
+    medians = {
         name: statistics.median(r["tokens_per_second"] for r in results if r["trainer"] == name)
         for name in ("speculators", "sparkdraft")
     }
-    print(f"median: {means}, ratio {means['sparkdraft'] / means['speculators']:.2f}")
+    print(f"median: {medians}, ratio {medians['sparkdraft'] / medians['speculators']:.2f}")
     (OUT / "throughput.json").write_text(json.dumps(results, indent=1))
 
 

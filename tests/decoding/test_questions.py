@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from sparkdraft.decoding.questions import Question, held_out_questions, load_questions, spread
+from sparkdraft.decoding.counts import spread
+from sparkdraft.decoding.questions import Question, held_out_questions, load_questions
 from sparkdraft.errors import UserError
 from sparkdraft.files import read_json
 

@@ -43,6 +43,7 @@ def test_figures_and_contract():
         "with_draft": 50.0,
         "without_draft": 40.0,
         "ratio": 1.25,
+        "acceptance_length": round(1 + 20 / 14, 4),
         "basis": "measured",
     }
     assert {item["basis"] for item in report["bandwidth"].values()} == {"measured"}

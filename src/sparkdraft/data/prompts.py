@@ -119,10 +119,10 @@ def _read_jsonl(path: Path) -> Iterator[Prompt]:
                     except json.JSONDecodeError as error:
                         raise UserError(f"{path}, line {number} is not valid JSON: {error}") from error
                     yield _prompt(row, path.stem, f"{path}, line {number}")
-    except FileNotFoundError:
+    except OSError as error:
         raise UserError(
-            f"data.sources: {path} does not exist. Give a .jsonl file, a `datasets` name or `builtin`."
-        ) from None
+            f"data.sources: {path} cannot be read ({error.strerror}). Give a .jsonl file, a `datasets` name or `builtin`."
+        ) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from error
 

@@ -1,8 +1,20 @@
 """Counts of drafting, as vLLM defines them; sums come before any ratio."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+TIMED = 8
+"""Questions whose decoding is timed, one at a time, with and without the draft: `spread(questions, TIMED)`."""
+
+Item = TypeVar("Item")
+
+
+def spread(items: Sequence[Item], limit: int | None) -> list[Item]:
+    """At most `limit` of them, evenly spaced."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    return [items[index * len(items) // limit] for index in range(limit)]
 
 
 @dataclass
@@ -104,6 +116,10 @@ class Judgement:
         """Counts of each kind of prompt, in the order of their first appearance."""
         kinds = dict.fromkeys(answer.kind for answer in self.answers)
         return {kind: Counts.total(self.k, (a.counts for a in self.answers if a.kind == kind)) for kind in kinds}
+
+    def timed(self) -> Counts:
+        """Counts of the questions whose decoding was timed."""
+        return Counts.total(self.k, (answer.counts for answer in spread(self.answers, TIMED)))
 
     def overall(self) -> Counts:
         return Counts.total(self.k, (answer.counts for answer in self.answers))

@@ -10,12 +10,10 @@ from typing import Any
 from sparkdraft.data.regenerate import read_conversations
 from sparkdraft.data.samples import CONVERSATIONS, INDEX
 from sparkdraft.data.template import Message, Template
+from sparkdraft.decoding.counts import spread
 from sparkdraft.errors import UserError
 from sparkdraft.files import read_json
 from sparkdraft.run import Run
-
-SPEED_QUESTIONS = 8
-"""Questions whose decoding is timed, one at a time, with and without the draft."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +81,6 @@ def held_out_questions(run: Run, limit: int | None) -> list[Question]:
             "The run held no prompts out. Set evaluate.questions to a questions file, or raise data.held_out."
         )
     return spread(sorted(questions, key=lambda question: question.kind), limit)
-
-
-def spread(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """At most `limit` of them, evenly spaced."""
-    if limit is None or limit >= len(questions):
-        return list(questions)
-    return [questions[index * len(questions) // limit] for index in range(limit)]
 
 
 def digest(questions: Sequence[Question]) -> str:

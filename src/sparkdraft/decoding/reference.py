@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from sparkdraft.data.template import Template
-from sparkdraft.decoding.counts import Answer, Counts, Judgement, Speed
-from sparkdraft.decoding.questions import SPEED_QUESTIONS, Question, spread
+from sparkdraft.decoding.counts import TIMED, Answer, Counts, Judgement, Speed, spread
+from sparkdraft.decoding.questions import Question
 from sparkdraft.drafts.eagle3 import Eagle3Draft
 from sparkdraft.features.taps import Taps
 from sparkdraft.target import Target
@@ -149,7 +149,7 @@ def run_reference(
 ) -> Judgement:  # fmt: skip
     """Judge a draft with the reference decoder."""
     decoder = ReferenceDecoder(target, draft, max_new_tokens)
-    timed = {question.id for question in spread(questions, SPEED_QUESTIONS)}
+    timed = {question.id for question in spread(questions, TIMED)}
     answers, speed, plain = [], Speed(0, 0.0), Speed(0, 0.0)
     decoder.decode(questions[0].tokens(template), k)  # warm
     for question in track(questions, "decode", console=Console(stderr=True)):

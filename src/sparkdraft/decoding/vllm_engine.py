@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from sparkdraft.data.template import Template
-from sparkdraft.decoding.counts import Answer, Counts, Judgement, Speed
-from sparkdraft.decoding.questions import SPEED_QUESTIONS, Question, spread
+from sparkdraft.decoding.counts import TIMED, Answer, Counts, Judgement, Speed, spread
+from sparkdraft.decoding.questions import Question
 from sparkdraft.errors import UserError
 from sparkdraft.files import read_json, write_json
 from sparkdraft.target import Target
@@ -66,7 +66,7 @@ def run_vllm(
     """
     check_installed()
     dtype = str(target.dtype).removeprefix("torch.")
-    timed = [question.tokens(template) for question in spread(questions, SPEED_QUESTIONS)]
+    timed = [question.tokens(template) for question in spread(questions, TIMED)]
     request = Request(
         str(target.path), str(draft.resolve()), k, dtype, max_new_tokens,
         [question.tokens(template) for question in questions], timed, target.settings.trust_remote_code,
@@ -183,15 +183,25 @@ def _serve(request: Request) -> Result:
     outputs = answer(request.prompts) if request.prompts else []
     histograms = [list(output.spec_decode_metrics.histogram) for output in outputs]
     if histograms:
-        drafts = [m for m in engine.get_metrics() if m.name == "vllm:spec_decode_num_drafts" and isinstance(m, Counter)]
-        counted = sum(metric.value for metric in drafts)
-        if counted != sum(map(sum, histograms)):
-            raise RuntimeError(f"vLLM counted {counted} drafts, its requests {sum(map(sum, histograms))}")
+        _check_sums(histograms, {m.name: m.value for m in engine.get_metrics() if isinstance(m, Counter)})
     answer(request.timed[:1])  # warm
     tokens, start = 0, time.perf_counter()
     for prompt in request.timed:
         tokens += sum(len(output.token_ids) for output in answer([prompt]))
     return Result([list(o.token_ids) for o in outputs], histograms, tokens, time.perf_counter() - start)
+
+
+def _check_sums(histograms: list[list[int]], counters: dict[str, int]) -> None:
+    """Hold the requests' own counts against vLLM's counters.
+
+    Raises:
+        RuntimeError: they differ.
+    """
+    total = [sum(column) for column in zip(*histograms, strict=True)]
+    ours = {"num_drafts": sum(total), "num_accepted_tokens": sum(j * count for j, count in enumerate(total))}
+    theirs = {name: counters[f"vllm:spec_decode_{name}"] for name in ours}
+    if ours != theirs:
+        raise RuntimeError(f"vLLM counted {theirs}, its requests {ours}")
 
 
 if __name__ == "__main__":
