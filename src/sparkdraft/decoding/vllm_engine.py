@@ -1,12 +1,14 @@
 """The vllm engine: an offline vLLM in a process of its own, counting for itself.
 
-The process (`python -m sparkdraft.decoding.vllm_engine REQUEST.json RESULT.json`) is given a `Request` and writes a
+The process (`python -m sparkdraft.decoding.vllm_engine REQUEST.json RESULT.json PARENT`) is given a `Request` and writes a
 `Result`; when it ends, all of vLLM's state and memory are gone, so the next one (without the draft) starts alike.
 """
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ from sparkdraft.decoding.counts import TIMED, Answer, Counts, Judgement, Speed, 
 from sparkdraft.decoding.questions import Question
 from sparkdraft.errors import UserError
 from sparkdraft.files import read_json, write_json
+from sparkdraft.pipeline import end_with_parent
 from sparkdraft.target import Target
 
 _BATCH = 32
@@ -104,7 +107,7 @@ def check_installed() -> None:
 
 
 def _in_process(request: Request, log: Path) -> Result:
-    """Run one vLLM and wait for it; SIGTERM and Ctrl-C end it with us."""
+    """Run one vLLM and wait for it; it ends with us, however we end."""
     log.parent.mkdir(parents=True, exist_ok=True)
     asked, answered = log.with_suffix(".request.json"), log.with_suffix(".result.json")
     write_json(asked, asdict(request))
@@ -112,13 +115,17 @@ def _in_process(request: Request, log: Path) -> Result:
     try:
         with log.open("w") as output:
             command = [sys.executable, "-m", "sparkdraft.decoding.vllm_engine", str(asked), str(answered)]
-            process = subprocess.Popen(command, env=_environment(), stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                [*command, str(os.getpid())],
+                env=_environment(),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
             try:
                 process.wait()
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
+            finally:
+                _end_group(process)
         if process.returncode or not answered.exists():
             lines = log.read_text(errors="replace").splitlines()
             errors = [found[0] for line in lines if (found := re.search(r"\b\w+(Error|Exception): .*", line))]
@@ -131,6 +138,19 @@ def _in_process(request: Request, log: Path) -> Result:
     finally:
         asked.unlink(missing_ok=True)
         answered.unlink(missing_ok=True)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started, which hold the memory: vLLM's engine outlives the one that asks it. They
+    are forced after ten seconds."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        for _ in range(100):
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _environment() -> dict[str, str]:
@@ -204,6 +224,14 @@ def _check_sums(histograms: list[list[int]], counters: dict[str, int]) -> None:
         raise RuntimeError(f"vLLM counted {theirs}, its requests {ours}")
 
 
+def _pass_on(number: int, _frame: object) -> None:
+    """End vLLM's engine with this process, whose group it shares."""
+    signal.signal(number, signal.SIG_DFL)
+    os.killpg(0, number)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _pass_on)
+    end_with_parent(int(sys.argv[3]))
     asked = Request(**json.loads(Path(sys.argv[1]).read_text()))
     write_json(Path(sys.argv[2]), asdict(_serve(asked)))
