@@ -30,6 +30,7 @@ import torch
 
 from sparkdraft.config import Config, load_config
 from sparkdraft.data.samples import prepare
+from sparkdraft.drafts.counts import Counts
 from sparkdraft.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sparkdraft.features.capture import capture
 from sparkdraft.features.store import FeatureStore
@@ -37,7 +38,7 @@ from sparkdraft.files import write_json
 from sparkdraft.run import Run
 from sparkdraft.target import Target
 from sparkdraft.training.batches import load_batch
-from sparkdraft.training.objective import DraftCounts, Objective, walk
+from sparkdraft.training.objective import Objective, walk
 
 OUT = Path("bench/out")
 DRIVER = Path(__file__).with_name("speculators_driver.py")
@@ -215,12 +216,12 @@ def acceptance_length(draft: Eagle3Draft, store: FeatureStore, target: Target) -
     draft.set_embeddings(target.rows("embed").float())
     config = base_config("ours")
     objective = Objective(draft, target.rows("lm_head", draft.target_ids).float(), config.ttt, "kl").eval()
-    counts = DraftCounts(0, [0] * STEPS)
+    parts = []
     for entry in store.entries:
         if entry.split == "held_out":
             batch = load_batch(store, [entry], STEPS, torch.float32)
-            counts.add(walk(batch, objective(batch, 1.0)[2]))
-    return counts.acceptance_length
+            parts.append(walk(batch, objective(batch, 1.0)[1]))
+    return Counts.total(STEPS, parts).acceptance_length
 
 
 def compare(rounds: int, steps: int) -> None:

@@ -7,8 +7,10 @@ Writes report.json, report.md and report.html to the --out directory. Questions:
 """
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from sparkdraft.cli import exit_code
 from sparkdraft.config import DEMO_TARGET, EvaluateConfig, TargetConfig
@@ -26,6 +28,13 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=positive, default=defaults.max_new_tokens, help="(%(default)s)")
     parser.add_argument("--limit", type=positive, help="judge on this many questions, spread over the file")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument(
+        "--template-arguments",
+        type=json_object,
+        default={},
+        help="JSON for the chat template, such as '{\"enable_thinking\": false}'",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the target's directory brings")
     parser.add_argument("--no-baseline", action="store_true", help="do not decode without the draft")
     arguments = parser.parse_args()
     return exit_code(lambda: report(arguments))
@@ -36,6 +45,13 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text} is not a JSON object")
     return value
 
 
@@ -51,8 +67,10 @@ def report(arguments: argparse.Namespace) -> None:
         baseline=not arguments.no_baseline,
     )
     questions = load_questions(arguments.questions, arguments.limit)
-    target = Target.open(TargetConfig(model=arguments.target, dtype=arguments.dtype))
-    judge(target, arguments.draft, questions, settings, {}, arguments.out)
+    target = Target.open(
+        TargetConfig(model=arguments.target, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code)
+    )
+    judge(target, arguments.draft, questions, settings, arguments.template_arguments, arguments.out)
 
 
 if __name__ == "__main__":

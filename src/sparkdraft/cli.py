@@ -18,7 +18,8 @@ from rich.console import Console
 from sparkdraft.config import load_config
 from sparkdraft.errors import Stopped, UserError
 from sparkdraft.files import disk_errors, read_json
-from sparkdraft.pipeline import PARENT, end_with_parent, open_run
+from sparkdraft.pipeline import PARENT, open_run
+from sparkdraft.processes import end_with_parent
 
 DEFAULT_CONFIG = Path("configs/smollm2-135m-eagle3.yaml")
 
@@ -103,8 +104,8 @@ def report(config: ConfigFile = DEFAULT_CONFIG, overrides: Overrides = None) -> 
     """Write the report again from the counts of the last evaluation."""
 
     def action() -> None:
-        from sparkdraft.decoding.counts import Judgement
         from sparkdraft.decoding.evaluate import COUNTS
+        from sparkdraft.decoding.judgement import Judgement
         from sparkdraft.report.build import build_report
 
         run = open_run(load_config(config, overrides))

@@ -127,6 +127,25 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+def read_jsonl(path: Path) -> list[Any]:
+    """The rows of a JSONL file that this program appends to; none where there is no file. A last line without an end was
+    torn by a kill and is left out.
+
+    Raises:
+        UserError: another line is no JSON.
+    """
+    if not path.is_file():
+        return []
+    # not splitlines: U+2028 and its like are text
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
+    try:
+        return [json.loads(line) for line in lines]
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{path} holds a line that is not valid JSON ({error}). Delete it and run its stage again."
+        ) from error
+
+
 def sha256_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

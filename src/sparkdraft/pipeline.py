@@ -5,7 +5,6 @@ its own that has ended before the next stage starts. Only training and export ru
 imported before it is needed.
 """
 
-import ctypes
 import gc
 import os
 import signal
@@ -17,14 +16,11 @@ from pathlib import Path
 from rich.console import Console
 
 from sparkdraft.config import Config
+from sparkdraft.processes import end_with_parent, launched, own_environment
 from sparkdraft.run import Run
 
 PARENT = "SPARKDRAFT_PARENT"
 """Tells a stage's process who started it; it ends with that one, as two of them would not fit."""
-
-# What accelerate and torchrun set for the processes of a training.
-_LAUNCHER = ("ACCELERATE_", "TORCHELASTIC_", "FSDP_", "MASTER_", "KMP_", "OMP_NUM_THREADS")
-_LAUNCHER_NAMES = {f"{group}{name}" for group in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")}
 
 
 def run_all(config: Config) -> None:
@@ -36,7 +32,7 @@ def run_all(config: Config) -> None:
         UserError, Stopped: from training and export.
         SystemExit: a stage's process failed (its message was shown), with its exit code; or a signal came.
     """
-    if _launched():
+    if launched():
         end_with_parent(os.getppid())  # `accelerate launch` dies of SIGTERM without passing it on
     _use_all_cores()
     run = open_run(config)
@@ -85,35 +81,11 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def end_with_parent(parent: int) -> None:
-    """Have the kernel send SIGTERM to this process when the one that started it dies (PR_SET_PDEATHSIG)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-    if os.getppid() != parent:
-        raise SystemExit(1)
-
-
-def _launched() -> bool:
-    return any(name.startswith(("ACCELERATE_", "TORCHELASTIC_")) for name in os.environ)
-
-
 def _use_all_cores() -> None:
     """Undo OMP_NUM_THREADS=1, which the launchers set where nothing is set; torch reads it when it is imported."""
-    if _launched() and os.environ.get("OMP_NUM_THREADS") == "1":
+    if launched() and os.environ.get("OMP_NUM_THREADS") == "1":
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         os.environ["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
-
-
-def _stage_environment() -> dict[str, str]:
-    """This environment without what a launcher set: a stage is one process on its own and may use every core."""
-    environment = dict(os.environ)
-    if _launched():
-        environment = {
-            name: value
-            for name, value in environment.items()
-            if not name.startswith(_LAUNCHER) and name not in _LAUNCHER_NAMES
-        }
-    return environment | {PARENT: str(os.getpid())}
 
 
 def _run_stage(stage: str, run: Run) -> None:
@@ -124,7 +96,7 @@ def _run_stage(stage: str, run: Run) -> None:
     """
     command = [sys.executable, "-m", "sparkdraft.cli", stage, "--config", str(run.path / "config.yaml")]
     # a group of its own, so that Ctrl-C reaches it once: from here
-    process = subprocess.Popen(command, env=_stage_environment(), process_group=0)
+    process = subprocess.Popen(command, env=own_environment() | {PARENT: str(os.getpid())}, process_group=0)
     try:
         code = process.wait()
     except (KeyboardInterrupt, SystemExit) as stop:

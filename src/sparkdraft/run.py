@@ -20,7 +20,7 @@ from typing import Any
 from sparkdraft import __version__
 from sparkdraft.config import Config, dump_config
 from sparkdraft.errors import UserError
-from sparkdraft.files import read_json, remove_leftovers, sha256_json, write_json, write_text
+from sparkdraft.files import disk_errors, read_json, remove_leftovers, sha256_json, write_json, write_text
 
 STAGES = ("prepare", "capture", "train", "export", "evaluate")
 
@@ -32,8 +32,6 @@ class Stage:
     name: str
     fingerprint: str
     needed: bool
-    stale: bool
-    """Another result of this stage, from other inputs, stands in the run."""
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -54,8 +52,9 @@ class Run:
             raise UserError(
                 f"runs_dir: {run.path} cannot be made ({error.strerror}). Set runs_dir to a directory that can be written."
             ) from error
-        remove_leftovers(run.path)
-        write_text(run.path / "config.yaml", dump_config(config))
+        with run._lock():
+            remove_leftovers(run.path)
+            write_text(run.path / "config.yaml", dump_config(config))
         return run
 
     @property
@@ -107,7 +106,9 @@ class Run:
         Raises:
             UserError: another process is at work on it.
         """
-        with (self.path / ".lock").open("w") as file:
+        with disk_errors(self.path):
+            file = (self.path / ".lock").open("w")
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -124,12 +125,15 @@ class Run:
         `record` false (a process that only takes part) writes none.
         """
         fingerprint = sha256_json({"stage": name, **inputs})
+        with self._lock() if record else contextlib.nullcontext():
+            yield from self._staged(name, fingerprint, record)
+
+    def _staged(self, name: str, fingerprint: str, record: bool) -> Iterator[Stage]:
         before = self.manifest["stages"].get(name)
         same = before is not None and before["fingerprint"] == fingerprint
-        stage = Stage(name, fingerprint, needed=not same, stale=before is not None and not same)
+        stage = Stage(name, fingerprint, needed=not same)
         start = time.time()
-        with self._lock() if record else contextlib.nullcontext():
-            yield stage
+        yield stage
         if stage.needed and record:
             manifest = self.manifest
             manifest.update(provenance())

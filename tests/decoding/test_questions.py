@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sparkdraft.decoding.counts import spread
+from sparkdraft.decoding.judgement import spread
 from sparkdraft.decoding.questions import Question, held_out_questions, load_questions
 from sparkdraft.errors import UserError
 from sparkdraft.files import read_json

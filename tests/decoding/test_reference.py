@@ -9,8 +9,8 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from sparkdraft.config import DraftConfig
 from sparkdraft.data.template import Template
-from sparkdraft.decoding.counts import Counts
 from sparkdraft.decoding.reference import ReferenceDecoder
+from sparkdraft.drafts.counts import Counts
 from sparkdraft.drafts.eagle3 import Eagle3Config, Eagle3Draft
 
 QUESTIONS = [

@@ -60,8 +60,6 @@ def compare(run, model, layers):
         assert_close(features.final, final)
         kept = torch.cat([sample.loss_mask[1:], torch.tensor([False])])
         assert torch.equal(features.teacher_argmax, torch.where(kept, logits.argmax(-1), -1))
-        torch.testing.assert_close(features.teacher_logsumexp[kept], logits.logsumexp(-1)[kept], rtol=1e-4, atol=0)
-        assert not features.teacher_logsumexp[~kept].any()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdraft.decoding.counts import Answer, Counts, Judgement, Speed
+from sparkdraft.decoding.judgement import Answer, Judgement, Speed
+from sparkdraft.drafts.counts import Counts
 from sparkdraft.report.build import build_report, make_report
 
 FACTS = {

@@ -15,12 +15,11 @@ from sparkdraft.training.objective import walk
 masks = st.lists(st.lists(st.booleans(), min_size=3, max_size=24).filter(any), min_size=1, max_size=4)
 
 
-def sample(mask: list[bool]) -> Features:
+def sample(number: int, mask: list[bool]) -> Features:
+    """A sample whose final states say where they are from: [position, number]."""
     n = len(mask)
-    return Features(
-        torch.arange(n), torch.tensor(mask), torch.zeros(n, 6), torch.arange(n)[:, None].float().repeat(1, 2),
-        torch.arange(n) + 1, torch.zeros(n),
-    )  # fmt: skip
+    final = torch.stack([torch.arange(n), torch.full((n,), number)], 1).float()
+    return Features(torch.arange(n), torch.tensor(mask), torch.zeros(n, 6), final, torch.arange(n) + 1, torch.zeros(n))
 
 
 def entries(trained: list[int]) -> list[Entry]:
@@ -32,7 +31,7 @@ def entries(trained: list[int]) -> list[Entry]:
 def test_what_is_predicted_is_written_by_the_assistant(mask_lists, steps):
     """Every valid term: row t knows x[t+1], predicts x[t+2+s] from the teacher at p = t+1+s, all of one answer; and no
     such term is missing."""
-    batch = collate([sample(mask) for mask in mask_lists], steps, torch.float32)
+    batch = collate([sample(n, mask) for n, mask in enumerate(mask_lists)], steps, torch.float32)
     live = [t for span in batch.spans for t in range(span.live - span.start, span.end - span.start)]
     number = [n for n, span in enumerate(batch.spans) for _ in range(span.live, span.end)]
     found = Counter()
@@ -41,7 +40,7 @@ def test_what_is_predicted_is_written_by_the_assistant(mask_lists, steps):
             if batch.valid[step, index]:
                 row, p = int(batch.rows[step, index]), int(batch.final[index, 0])
                 mask = mask_lists[number[row]]
-                assert number[row] == batch.samples[index]
+                assert number[row] == batch.final[index, 1]
                 assert live[row] == p - 1 - step
                 assert all(mask[live[row] + 1 : p + 2])
                 found[number[row], live[row], step] += 1
@@ -59,9 +58,9 @@ def test_what_is_predicted_is_written_by_the_assistant(mask_lists, steps):
 @settings(max_examples=60, deadline=None)
 @given(masks, st.integers(1, 4), st.integers(0, 2**31))
 def test_walk_equals_decoding_a_token_at_a_time(mask_lists, k, seed):
-    batch = collate([sample(mask) for mask in mask_lists], k, torch.float32)
+    batch = collate([sample(n, mask) for n, mask in enumerate(mask_lists)], k, torch.float32)
     hits = (torch.rand(batch.valid.shape, generator=torch.Generator().manual_seed(seed)) < 0.6) & batch.valid
-    index_of = {(int(n), int(p)): i for i, (n, p) in enumerate(zip(batch.samples, batch.final[:, 0], strict=True))}
+    index_of = {(int(n), int(p)): i for i, (p, n) in enumerate(batch.final)}
     drafts, accepted = 0, [0] * k
     for n, mask in enumerate(mask_lists):
         t = 0

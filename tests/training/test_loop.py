@@ -135,6 +135,18 @@ def test_other_settings_start_anew(captured_copy):
     assert len(losses(run)) == 12
 
 
+def test_settings_that_return_find_their_training_again(captured_copy):
+    """What was trained under other settings stands aside and is not lost."""
+    config, run = captured_copy()
+    train(config, run)
+    before, weights = losses(run), checkpoints(run.checkpoints)[-1].path / "model.safetensors"
+    expected = weights.read_bytes()
+    train(*captured_copy("train.learning_rate=0.0005"))
+    assert weights.read_bytes() != expected
+    train(*captured_copy())
+    assert (losses(run), weights.read_bytes()) == (before, expected)
+
+
 def test_a_damaged_checkpoint_is_named(captured_copy):
     config, run = captured_copy("train.steps=3")
     train(config, run)

@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from sparkdraft.config import Config, DataConfig
 from sparkdraft.data.prompts import BUILTIN, Prompt, digest, load_prompts
 from sparkdraft.data.template import Message, Template
-from sparkdraft.files import remove, write_json, write_text
+from sparkdraft.files import read_jsonl, remove, write_json, write_text
 from sparkdraft.progress import progress_bar
 from sparkdraft.run import provenance
 from sparkdraft.target import Target
@@ -62,6 +62,7 @@ def regenerate(prompts: Sequence[Prompt], target: Target, config: DataConfig, ou
     Raises:
         UserError: the chat template refuses a prompt.
     """
+    _cut_torn_line(out)
     # a prompt that there was no room for is tried again: data.max_length may have been raised
     done = {
         name
@@ -79,14 +80,14 @@ def regenerate(prompts: Sequence[Prompt], target: Target, config: DataConfig, ou
 
 
 def read_conversations(path: Path) -> dict[str, dict[str, Any]]:
-    """The finished conversations of a file by their id; a last line that a kill tore is cut off."""
-    if not path.exists():
-        return {}
-    text = path.read_text(encoding="utf-8", errors="replace")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        write_text(path, whole)
-    return {row["id"]: row for row in map(json.loads, whole.split("\n")[:-1])}
+    """The finished conversations of a file by their id."""
+    return {row["id"]: row for row in read_jsonl(path)}
+
+
+def _cut_torn_line(path: Path) -> None:
+    """End a file after its last whole line, so that the next one does not grow onto what a kill left."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def settings_of_answers(target: Target, config: DataConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The evaluate stage: decode with the exported draft, count, report."""
 
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from rich.console import Console
 from sparkdraft.bandwidth.bytes import count_bytes
 from sparkdraft.config import Config, EvaluateConfig
 from sparkdraft.data.template import Template
-from sparkdraft.decoding.counts import Judgement
-from sparkdraft.decoding.questions import Question, digest, held_out_questions, load_questions
+from sparkdraft.decoding.judgement import Judgement
+from sparkdraft.decoding.questions import Question, held_out_questions, load_questions
 from sparkdraft.decoding.reference import run_reference
 from sparkdraft.decoding.vllm_engine import run_vllm
 from sparkdraft.drafts.eagle3 import WEIGHTS, Eagle3Draft
@@ -35,7 +36,7 @@ def evaluate(config: Config, run: Run) -> None:
     inputs = {
         "draft": exported["sha256"],
         "target": target.fingerprint,
-        "questions": digest(questions),
+        "questions": [asdict(question) for question in questions],
         "evaluate": config.evaluate.model_dump(mode="json") | {"engine": choose_engine(config.evaluate)},
         "template": config.data.template_arguments,
     }
@@ -129,11 +130,10 @@ def check_lengths(target: Target, template: Template, questions: list[Question],
     Raises:
         UserError: names the longest question.
     """
-    longest = max(questions, key=lambda question: len(question.tokens(template)))
-    length = len(longest.tokens(template))
+    length, longest = max((len(question.tokens(template)), question.id) for question in questions)
     limit = getattr(target.config, "max_position_embeddings", None)
     if limit and length + settings.max_new_tokens + settings.k + 1 > limit:
         raise UserError(
-            f"Question {longest.id} has {length} tokens, which with {settings.max_new_tokens} new ones and {settings.k} "
+            f"Question {longest} has {length} tokens, which with {settings.max_new_tokens} new ones and {settings.k} "
             f"drafted ones do not fit into the {limit} positions of {target.name}. Leave it out or lower max_new_tokens."
         )

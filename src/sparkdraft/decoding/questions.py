@@ -1,8 +1,6 @@
 """What a draft is judged on: questions files, and the prompts that a run held out."""
 
-import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,7 @@ from typing import Any
 from sparkdraft.data.regenerate import read_conversations
 from sparkdraft.data.samples import CONVERSATIONS, INDEX
 from sparkdraft.data.template import Message, Template
-from sparkdraft.decoding.counts import spread
+from sparkdraft.decoding.judgement import spread
 from sparkdraft.errors import UserError
 from sparkdraft.files import read_json
 from sparkdraft.run import Run
@@ -81,8 +79,3 @@ def held_out_questions(run: Run, limit: int | None) -> list[Question]:
             "The run held no prompts out. Set evaluate.questions to a questions file, or raise data.held_out."
         )
     return spread(sorted(questions, key=lambda question: question.kind), limit)
-
-
-def digest(questions: Sequence[Question]) -> str:
-    """Hash of what is asked."""
-    return hashlib.sha256(repr([(q.id, q.kind, q.messages) for q in questions]).encode()).hexdigest()

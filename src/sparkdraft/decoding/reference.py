@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from sparkdraft.data.template import Template
-from sparkdraft.decoding.counts import TIMED, Answer, Counts, Judgement, Speed, spread
+from sparkdraft.decoding.judgement import TIMED, Answer, Judgement, Speed, spread
 from sparkdraft.decoding.questions import Question
+from sparkdraft.drafts.counts import Counts
 from sparkdraft.drafts.eagle3 import Eagle3Draft
 from sparkdraft.features.taps import Taps
 from sparkdraft.target import Target

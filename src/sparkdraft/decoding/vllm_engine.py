@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from sparkdraft.data.template import Template
-from sparkdraft.decoding.counts import TIMED, Answer, Counts, Judgement, Speed, spread
+from sparkdraft.decoding.judgement import TIMED, Answer, Judgement, Speed, spread
 from sparkdraft.decoding.questions import Question
+from sparkdraft.drafts.counts import Counts
 from sparkdraft.errors import UserError
 from sparkdraft.files import read_json, write_json
-from sparkdraft.pipeline import end_with_parent
+from sparkdraft.processes import end_with_parent, own_environment
 from sparkdraft.target import Target
 
 _BATCH = 32
@@ -156,9 +157,6 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 def _environment() -> dict[str, str]:
     """vLLM's own settings: no launcher's variables, no usage reports, and on a CPU all cores, which it does not take by
     itself. What the user has set of them stands."""
-    launcher = ("ACCELERATE_", "TORCHELASTIC_", "MASTER_", "OMP_NUM_THREADS")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    environment = {n: v for n, v in os.environ.items() if not n.startswith(launcher) and n not in names}
     defaults = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if not torch.cuda.is_available():
         cores = sorted(os.sched_getaffinity(0))
@@ -167,7 +165,7 @@ def _environment() -> dict[str, str]:
             "OMP_NUM_THREADS": str(len(cores)),
             "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB
         }
-    return defaults | environment
+    return defaults | own_environment()
 
 
 def _serve(request: Request) -> Result:

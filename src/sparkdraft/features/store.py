@@ -9,7 +9,7 @@ lets a stopped capture go on, and an `index.json` that is written last. In a sha
 other; N is its number of tokens, A of auxiliary layers, H the hidden size:
 
     token_ids int64 [N]   loss_mask bool [N]   aux [N, A*H]   final [N, H]   offsets int64 [samples + 1]
-    teacher_argmax int64 [N]   teacher_logsumexp float32 [N]
+    teacher_argmax int64 [N]
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from sparkdraft.errors import UserError
 from sparkdraft.files import read_json, sha256_file
 
 INDEX = "index.json"
-TENSORS = ("token_ids", "loss_mask", "aux", "final", "teacher_argmax", "teacher_logsumexp", "offsets")
+TENSORS = ("token_ids", "loss_mask", "aux", "final", "teacher_argmax", "offsets")
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,6 @@ class Features:
     """[T, H]: after the final norm."""
     teacher_argmax: Tensor
     """int64 [T]: the target's choice at position t (for token t+1); -1 where loss_mask[t+1] is off."""
-    teacher_logsumexp: Tensor
-    """float32 [T]: log-sum-exp of the target's full-vocabulary logits at position t; 0 where loss_mask[t+1] is off."""
 
 
 class FeatureStore:

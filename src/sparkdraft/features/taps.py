@@ -17,10 +17,8 @@ class Taps:
     def __init__(self, decoder: nn.Module, layers: Sequence[int]):
         self.layers, self._kept = list(layers), dict[int, Tensor]()
         inputs = [*decoder.layers, decoder.norm]  # type: ignore[misc]
-        self._hooks = [
+        for layer in self.layers:
             inputs[layer].register_forward_pre_hook(partial(self._keep, layer), with_kwargs=True)
-            for layer in self.layers
-        ]
 
     def _keep(self, layer: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._kept[layer] = args[0] if args else kwargs["hidden_states"]
@@ -28,7 +26,3 @@ class Taps:
     def take(self) -> list[Tensor]:
         """The states of the last pass, one for each layer id, in their order; each can be taken once."""
         return [self._kept.pop(layer) for layer in self.layers]
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()

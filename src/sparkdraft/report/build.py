@@ -5,7 +5,6 @@ report.json: `overall` and, under `suites`, each kind of prompt hold `acceptance
 `tokens_per_second`, `training` and `bandwidth`, whose figures say whether they were measured or estimated.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ from jinja2 import Environment, PackageLoader, select_autoescape
 from rich.console import Console
 
 from sparkdraft.bandwidth.bytes import Bytes
-from sparkdraft.decoding.counts import Counts, Judgement
-from sparkdraft.files import write_json, write_text
+from sparkdraft.decoding.judgement import Judgement
+from sparkdraft.drafts.counts import Counts
+from sparkdraft.files import read_jsonl, write_json, write_text
 from sparkdraft.report.plots import bars, curves
 
 SCHEMA_VERSION = 1
@@ -33,7 +33,7 @@ def build_report(judgement: Judgement, facts: dict[str, Any], out: Path, metrics
     Returns:
         the content of report.json.
     """
-    history = read_metrics(metrics)
+    history = read_jsonl(metrics) if metrics else []
     report = make_report(judgement, facts) | {"training": _training(history)}
     environment = Environment(
         loader=PackageLoader("sparkdraft.report"),
@@ -135,13 +135,6 @@ def verdict(report: dict[str, Any]) -> str:
 def _star(report: dict[str, Any]) -> str:
     """What is put behind every figure that rests on an estimate."""
     return "*" if report["bandwidth"]["verify_bytes"]["basis"] == "estimated" else ""
-
-
-def read_metrics(path: Path | None) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl, if there are any."""
-    if path is None or not path.is_file():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _training(history: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -34,8 +34,6 @@ class Batch:
     """int64 [S, P]: which live row predicts position p at step s."""
     valid: Tensor
     """bool [S, P]: whether that row exists and all the tokens from it to the predicted one are the assistant's."""
-    samples: Tensor
-    """int64 [P]: the sample of each position."""
 
     def to(self, device: torch.device) -> "Batch":
         def move(tensor: Tensor) -> Tensor:
@@ -43,7 +41,7 @@ class Batch:
 
         return Batch(
             move(self.token_ids), move(self.aux), self.spans, move(self.final),
-            move(self.argmax), move(self.rows), move(self.valid), self.samples,
+            move(self.argmax), move(self.rows), move(self.valid),
         )  # fmt: skip
 
 
@@ -55,9 +53,9 @@ def collate(samples: Sequence[Features], steps: int, dtype: torch.dtype) -> Batc
         row            t=1  t=2                 x2 is known at row 1, which predicts x3 (p=2), x4 (p=3)
         position            p=2  p=3
     """
-    spans, finals, argmaxes, rows, valids, numbers = [], [], [], [], [], []
+    spans, finals, argmaxes, rows, valids = [], [], [], [], []
     start = live = 0
-    for number, sample in enumerate(samples):
+    for sample in samples:
         mask = sample.loss_mask
         length = len(mask)
         positions = torch.nonzero(mask[1:-1] & mask[2:])[:, 0] + 1  # p: x[p] was drafted from, x[p+1] is predicted
@@ -77,7 +75,6 @@ def collate(samples: Sequence[Features], steps: int, dtype: torch.dtype) -> Batc
         valids.append(torch.stack(ok))
         finals.append(sample.final[positions])
         argmaxes.append(sample.teacher_argmax[positions])
-        numbers.append(torch.full_like(positions, number))
         start, live = start + length, live + length - first
     return Batch(
         token_ids=torch.cat([sample.token_ids for sample in samples]).long(),
@@ -87,7 +84,6 @@ def collate(samples: Sequence[Features], steps: int, dtype: torch.dtype) -> Batc
         argmax=torch.cat(argmaxes).long(),
         rows=torch.cat(rows, 1),
         valid=torch.cat(valids, 1),
-        samples=torch.cat(numbers),
     )
 
 

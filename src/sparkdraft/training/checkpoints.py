@@ -67,6 +67,26 @@ def checkpoints(directory: Path) -> list[Checkpoint]:
     return sorted((Checkpoint(path) for path in directory.glob("step-*")), key=lambda c: c.step)
 
 
+def claim(directory: Path, metrics: Path, fingerprint: str) -> None:
+    """Make `directory` hold checkpoints of the settings with this fingerprint alone. Those of other settings move, with
+    their metrics, to a directory beside it, from which they return when their settings do."""
+
+    def beside(of: str) -> Path:
+        return directory.with_name(f"{directory.name}-{of[:8]}")
+
+    found = checkpoints(directory)
+    if found and (theirs := found[-1].progress["fingerprint"]) != fingerprint:
+        if metrics.exists():
+            metrics.rename(directory / metrics.name)
+        remove(beside(theirs))
+        directory.rename(beside(theirs))
+    if beside(fingerprint).exists():
+        remove(directory)
+        beside(fingerprint).rename(directory)
+    if (directory / metrics.name).exists():  # also where a kill came between the steps above
+        (directory / metrics.name).rename(metrics)
+
+
 def prune(directory: Path, keep: int, best: int | None) -> None:
     """Delete all but the newest `keep` checkpoints and the best one."""
     for checkpoint in checkpoints(directory)[:-keep]:

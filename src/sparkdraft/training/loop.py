@@ -15,24 +15,25 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
 
 from sparkdraft.config import Config
+from sparkdraft.drafts.counts import Counts
 from sparkdraft.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sparkdraft.drafts.vocab import choose_vocabulary, count_tokens, coverage
 from sparkdraft.errors import Stopped, UserError
 from sparkdraft.features.store import FeatureStore
-from sparkdraft.files import disk_errors, remove, write_text
+from sparkdraft.files import disk_errors, read_jsonl, write_text
 from sparkdraft.progress import progress_bar
 from sparkdraft.run import Run
 from sparkdraft.target import Target
 from sparkdraft.training.batches import Batch, Plan, load_batch
-from sparkdraft.training.checkpoints import checkpoints, prune, save_checkpoint
-from sparkdraft.training.objective import DraftCounts, Objective, walk
+from sparkdraft.training.checkpoints import checkpoints, claim, prune, save_checkpoint
+from sparkdraft.training.objective import Objective, walk
 from sparkdraft.training.optimisers import Optimiser, build_optimisers, learning_rate, set_learning_rate
 
 HELD_OUT_SAMPLES = 64
 """Samples judged at each evaluation; the final judgement is another stage's."""
 
-_NO_EFFECT = {"trackers", "log_every", "evaluate_every", "save_every", "keep_checkpoints"}
-"""Settings that change no weight, so that a run may change them and go on."""
+_NO_EFFECT = {"trackers", "log_every", "evaluate_every", "save_every", "keep_checkpoints", "gradient_accumulation"}
+"""Settings that change no weight, so that a run may change them and go on; accumulation counts together with processes."""
 
 
 def train(config: Config, run: Run) -> None:
@@ -43,13 +44,14 @@ def train(config: Config, run: Run) -> None:
         Stopped: SIGTERM or Ctrl-C; the state was saved.
     """
     capture = run.stage_record("capture")
+    accelerator = _accelerator(config, run)
     inputs = {
         "capture": capture["fingerprint"],
         "draft": config.draft.model_dump(mode="json"),
         "ttt": config.ttt.model_dump(mode="json"),
         "train": config.train.model_dump(mode="json", exclude=_NO_EFFECT),
+        "batches_per_step": accelerator.num_processes * config.train.gradient_accumulation,
     }
-    accelerator = _accelerator(config, run)
     with run.stage("train", inputs, record=accelerator.is_main_process) as stage:
         if not stage.needed:
             accelerator.print("train: finished before, nothing has changed")
@@ -105,6 +107,8 @@ class Trainer:
     def __init__(self, config: Config, run: Run, accelerator: Accelerator, fingerprint: str):
         self.config, self.run, self.accelerator, self.fingerprint = config, run, accelerator, fingerprint
         self.device = accelerator.device
+        # of features and tables; the weights are float32 everywhere
+        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
         set_seed(config.train.seed)
         self.store = FeatureStore.open(run.features)
         if accelerator.is_main_process:
@@ -145,28 +149,22 @@ class Trainer:
         generator = torch.Generator().manual_seed(config.train.seed)
         draft.initialise(target if config.draft.init == "target" else None, generator)
         draft.to(self.device)
-        table_dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        draft.set_embeddings(target.rows("embed").to(table_dtype))
+        draft.set_embeddings(target.rows("embed").to(self.dtype))
         return draft, coverage(counts, vocabulary)
 
     def _teacher_rows(self, target: Target) -> torch.Tensor:
-        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        return target.rows("lm_head", self.draft.target_ids.cpu()).to(dtype)
+        return target.rows("lm_head", self.draft.target_ids.cpu()).to(self.dtype)
 
     def _resume(self) -> None:
-        """Go on from the newest checkpoint of the same settings; drop those of other settings."""
+        """Go on from the newest checkpoint of the same settings; those of other settings stand aside."""
         main = self.accelerator.is_main_process
-        ours = None
-        for checkpoint in checkpoints(self.run.checkpoints):
-            if checkpoint.progress["fingerprint"] == self.fingerprint:
-                ours = checkpoint
-            elif main:
-                self.accelerator.print(f"train: {checkpoint.path} is of other settings and is removed")
-                remove(checkpoint.path)
-        if ours:
-            ours.restore(self.draft, self.optimisers)
-            progress = ours.progress
-            self.step, self.tokens, self.best = ours.step, progress["tokens"], Best(**progress["best"])
+        if main:
+            claim(self.run.checkpoints, self.run.metrics, self.fingerprint)
+        self.accelerator.wait_for_everyone()
+        if found := checkpoints(self.run.checkpoints):
+            found[-1].restore(self.draft, self.optimisers)
+            progress = found[-1].progress
+            self.step, self.tokens, self.best = found[-1].step, progress["tokens"], Best(**progress["best"])
             self.accelerator.print(f"train: going on after step {self.step} of {self.steps}")
         if main:
             _keep_metrics(self.run, self.step)
@@ -186,7 +184,7 @@ class Trainer:
                 finished = self.step == self.steps
                 if self.step % train.log_every == 0 or finished:
                     line = recent.summary(self.accelerator) | {"tokens": self.tokens}
-                    self._log({"loss": line["loss"], **line})
+                    self._log(line)
                     bar.update(task, detail=f"loss {line['loss']:.3f}  {line['tokens_per_second']:.0f} tok/s")
                     recent = _Recent()
                 bar.update(task, completed=self.step)
@@ -200,17 +198,17 @@ class Trainer:
                     )
         self.accelerator.end_training()
 
-    def _optimise(self, batches: list[tuple[Batch, int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    def _optimise(self, batches: list[Batch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
         """One optimiser step over this process's batches."""
         train, accelerator = self.config.train, self.accelerator
         self.objective.train()
         total = sum(sum(entry.trained for entry in group) for group in self.plan.step(self.step))
         loss_sum = torch.zeros((), device=self.device)
         hits, terms = torch.zeros(self.config.ttt.steps), torch.zeros(self.config.ttt.steps)
-        for number, (batch, _) in enumerate(batches):
+        for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             with nullcontext() if last else accelerator.no_sync(self.objective):
-                loss, _values, hit = self.objective(batch, float(total))
+                loss, hit = self.objective(batch, float(total))
                 # the wrapper averages gradients over processes; the loss is a share of a sum over all of them
                 accelerator.backward(loss * accelerator.num_processes)
             loss_sum += loss.detach()
@@ -227,25 +225,24 @@ class Trainer:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         self.tokens += total
-        return loss_sum, hits, terms, sum(len(batch.token_ids) for batch, _ in batches)
+        return loss_sum, hits, terms, sum(len(batch.token_ids) for batch in batches)
 
     @contextmanager
-    def _batches(self) -> Iterator[Iterator[list[tuple[Batch, int]]]]:
+    def _batches(self) -> Iterator[Iterator[list[Batch]]]:
         """This process's batches, step after step, read one step ahead."""
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
-        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
-        def read(step: int) -> list[tuple[Batch, int]]:
+        def read(step: int) -> list[Batch]:
             mine = self.plan.step(step)[rank::processes]
-            return [(load_batch(self.store, group, self.config.ttt.steps, dtype), step) for group in mine]
+            return [load_batch(self.store, group, self.config.ttt.steps, self.dtype) for group in mine]
 
-        def stream(pool: ThreadPoolExecutor) -> Iterator[list[tuple[Batch, int]]]:
-            ahead: Future[list[tuple[Batch, int]]] = pool.submit(read, self.step)
+        def stream(pool: ThreadPoolExecutor) -> Iterator[list[Batch]]:
+            ahead: Future[list[Batch]] = pool.submit(read, self.step)
             for step in range(self.step, self.steps):
                 ready = ahead.result()
                 if step + 1 < self.steps:
                     ahead = pool.submit(read, step + 1)
-                yield [(batch.to(self.device), step) for batch, step in ready]
+                yield [batch.to(self.device) for batch in ready]
 
         with ThreadPoolExecutor(1) as pool:
             yield stream(pool)
@@ -255,18 +252,18 @@ class Trainer:
         """Acceptance length on held-out samples; true where it is the best so far."""
         self.objective.eval()
         k, accelerator = self.config.evaluate.k, self.accelerator
-        dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
-        counts = DraftCounts(0, [0] * k)
         mine = self.held_out[accelerator.process_index :: accelerator.num_processes]
         objective = accelerator.unwrap_model(self.objective)
+        parts = []
         with accelerator.autocast():
             for start in range(0, len(mine), 4):
-                batch = load_batch(self.store, mine[start : start + 4], k, dtype).to(self.device)
-                counts.add(walk(batch, objective(batch, 1.0)[2]))
+                batch = load_batch(self.store, mine[start : start + 4], k, self.dtype).to(self.device)
+                parts.append(walk(batch, objective(batch, 1.0)[1]))
+        counts = Counts.total(k, parts)
         sums = torch.tensor([counts.drafts, *counts.accepted_per_position], device=self.device)
         drafts, *accepted = accelerator.reduce(sums).tolist()
-        counts = DraftCounts(drafts, accepted)
-        rates = [n / max(1, drafts) for n in accepted]
+        counts = Counts(k, drafts=drafts, accepted_per_position=accepted)
+        rates = counts.acceptance_rate_per_position
         self._log(
             {"held_out_acceptance_length": counts.acceptance_length, "held_out_acceptance_rate_per_position": rates}
         )
@@ -345,17 +342,8 @@ class _Recent:
 
 def _keep_metrics(run: Run, step: int) -> None:
     """Drop the lines of metrics.jsonl after `step`: the steps that are done again will write them again."""
-    if not run.metrics.exists():
-        return
-    kept = []
-    for line in run.metrics.read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            break  # torn by a kill
-        if entry["step"] <= step:
-            kept.append(line + "\n")
-    write_text(run.metrics, "".join(kept) if step else "")
+    kept = [line for line in read_jsonl(run.metrics) if line["step"] <= step]
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 @contextmanager

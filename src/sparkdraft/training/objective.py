@@ -1,11 +1,10 @@
 """The training objective: unroll the draft over a batch, compare every step with the target."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from sparkdraft.config import TTTConfig
+from sparkdraft.drafts.counts import Counts
 from sparkdraft.drafts.eagle3 import Eagle3Draft
 from sparkdraft.drafts.ttt import UnrolledAttention, unroll
 from sparkdraft.training.batches import Batch
@@ -33,7 +32,7 @@ class Objective(nn.Module):
         self.register_buffer("draft_ids", draft_ids, persistent=False)
         self.register_buffer("teacher_weight", teacher_rows, persistent=False)
 
-    def forward(self, batch: Batch, normaliser: float) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, batch: Batch, normaliser: float) -> tuple[Tensor, Tensor]:
         """Unroll as many steps as the batch has rows for; steps beyond the trained ones weigh nothing.
 
         Args:
@@ -42,7 +41,6 @@ class Objective(nn.Module):
 
         Returns:
             loss: scalar, the sum of step weight * value over all valid terms / (sum of step weights * normaliser);
-            values [S, P], the unweighted terms (detached);
             hits bool [S, P]: the draft's choice is the target's. A target token outside the draft vocabulary is a miss.
         """
         steps = len(batch.rows)
@@ -51,38 +49,18 @@ class Objective(nn.Module):
         teacher = Teacher(batch.final, self.teacher_weight, self.draft_ids[batch.argmax.clamp(min=0)])
         weights = torch.tensor((self.weights + [0.0] * steps)[:steps], device=student.device)
         weights = batch.valid * (weights / (sum(self.weights) * normaliser))[:, None]
-        loss, values, guesses = fused_linear_loss(student, self.draft.lm_head.weight, teacher, weights, self.loss)
+        loss, _, guesses = fused_linear_loss(student, self.draft.lm_head.weight, teacher, weights, self.loss)
         hits = (guesses == teacher.label) & batch.valid
-        return loss, values, hits
+        return loss, hits
 
 
-@dataclass
-class DraftCounts:
-    """Counts of drafting, summed before any ratio."""
-
-    drafts: int
-    accepted_per_position: list[int]
-    """Drafts whose first i tokens were all accepted, i = 1 to k."""
-
-    @property
-    def acceptance_length(self) -> float:
-        """1 + accepted tokens / drafts."""
-        return 1 + sum(self.accepted_per_position) / max(1, self.drafts)
-
-    def add(self, other: "DraftCounts") -> None:
-        self.drafts += other.drafts
-        self.accepted_per_position = [
-            a + b for a, b in zip(self.accepted_per_position, other.accepted_per_position, strict=True)
-        ]
-
-
-def walk(batch: Batch, hits: Tensor) -> DraftCounts:
+def walk(batch: Batch, hits: Tensor) -> Counts:
     """Decode the samples on paper: draft k = S tokens at a row, keep those before the first miss, go on after the token
     that the target adds. On samples that are the target's own greedy answers these are the counts that greedy
     speculative decoding has on them.
 
     Args:
-        batch: with rows, validity and sample of each position.
+        batch: with the rows of each position.
         hits: bool [S, P].
     """
     k, positions = hits.shape
@@ -95,9 +73,9 @@ def walk(batch: Batch, hits: Tensor) -> DraftCounts:
         run += alive
     opens = torch.ones(positions + 1, dtype=torch.bool)  # positions that begin a stretch of the assistant's tokens
     opens[1:positions] = first_rows[1:] != first_rows[:-1] + 1
-    counts, accepted, index = DraftCounts(0, [0] * k), run.tolist(), 0
+    counts, accepted, index = Counts(k), run.tolist(), 0
     while index < positions:
-        counts.add(DraftCounts(1, [int(i < accepted[index]) for i in range(k)]))
+        counts.observe(accepted[index])
         following = index + accepted[index] + 1
         index = next((i for i in range(index + 1, following) if i >= positions or opens[i]), following)
     return counts
