@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from sparkdraft.config import DraftConfig, TargetConfig, TTTConfig
 from sparkdraft.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from sparkdraft.features.store import Features
 from sparkdraft.target import Target
-from sparkdraft.training.batches import collate
+from sparkdraft.training.batches import Batch, collate
 from sparkdraft.training.objective import Objective
 
 LENGTHS, VOCABULARIES = (512, 1024, 2048, 4096, 8192), (4096, 16384)
@@ -33,25 +34,29 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def measure(length: int, vocabulary: int) -> dict[str, float]:
-    """Peak resident bytes that one step adds."""
+def set_up(vocabulary: int) -> tuple[Objective, Callable[[int], Batch]]:
+    """The objective of a fresh draft of the default target, and what makes a batch of one random sample."""
     target = Target.open(TargetConfig())
     hidden = target.hidden_size
     draft = Eagle3Draft(Eagle3Config.of(DraftConfig(), target, [2, 15, 27], vocabulary))
     draft.set_vocabulary(torch.arange(vocabulary))
     draft.initialise(None, torch.Generator().manual_seed(0))
     draft.set_embeddings(target.rows("embed").float())
-    objective = Objective(draft, torch.randn(vocabulary, hidden), TTTConfig(steps=3), "kl")
 
-    def sample(tokens: int) -> Features:
-        mask = torch.ones(tokens, dtype=torch.bool)
-        ids = torch.randint(0, vocabulary, (tokens,))
-        return Features(
-            ids, mask, torch.randn(tokens, 3 * hidden), torch.randn(tokens, hidden), ids, torch.zeros(tokens)
-        )
+    def batch(tokens: int) -> Batch:
+        ids, mask = torch.randint(0, vocabulary, (tokens,)), torch.ones(tokens, dtype=torch.bool)
+        sample = Features(ids, mask, torch.randn(tokens, 3 * hidden), torch.randn(tokens, hidden), ids)
+        return collate([sample], 3, torch.float32)
+
+    return Objective(draft, torch.randn(vocabulary, hidden), TTTConfig(steps=3), "kl"), batch
+
+
+def measure(length: int, vocabulary: int) -> dict[str, float]:
+    """Peak resident bytes that one step adds."""
+    objective, make_batch = set_up(vocabulary)
 
     def step(tokens: int) -> float:
-        batch = collate([sample(tokens)], 3, torch.float32)
+        batch = make_batch(tokens)
         start = time.perf_counter()
         objective(batch, float(tokens))[0].backward()
         return time.perf_counter() - start

@@ -4,9 +4,28 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from sparkdraft.drafts.eagle3 import Eagle3Config, Eagle3Draft, Rotary, rotate
-from sparkdraft.drafts.ttt import EagerUnrolledAttention, Span, UnrolledAttention, unroll
+from sparkdraft.drafts.ttt import Span, UnrolledAttention, unroll
+
+
+class EagerUnrolledAttention(UnrolledAttention):
+    """The same by an explicit mask over all keys, for comparison only: rows x (rows + steps x rows) scores."""
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        k, v, own_k, own_v = self._keys(layer)
+        spans = self._spans(len(q))
+        rows = torch.cat([torch.arange(span.live, span.end) for span in spans])
+        sample = torch.cat([torch.full((span.end - span.start,), number) for number, span in enumerate(spans)])
+        columns = torch.arange(len(k))
+        true_mask = (columns[None] <= rows[:, None]) & (sample[None] == sample[rows][:, None])
+        mask = torch.cat([true_mask, *[torch.eye(len(q), dtype=torch.bool)] * len(own_k)], dim=1)
+        keys, values = torch.cat([k, *own_k]), torch.cat([v, *own_v])
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), attn_mask=mask, enable_gqa=True
+        )
+        return out.transpose(0, 1)
 
 
 def small_config(**changes) -> Eagle3Config:

@@ -19,7 +19,7 @@ def sample(number: int, mask: list[bool]) -> Features:
     """A sample whose final states say where they are from: [position, number]."""
     n = len(mask)
     final = torch.stack([torch.arange(n), torch.full((n,), number)], 1).float()
-    return Features(torch.arange(n), torch.tensor(mask), torch.zeros(n, 6), final, torch.arange(n) + 1, torch.zeros(n))
+    return Features(torch.arange(n), torch.tensor(mask), torch.zeros(n, 6), final, torch.arange(n) + 1)
 
 
 def entries(trained: list[int]) -> list[Entry]:

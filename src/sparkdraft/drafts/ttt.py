@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sparkdraft.errors import UserError
 
@@ -197,24 +196,6 @@ class UnrolledAttention:
         if q.device.type != "cpu" and q.dtype == torch.float32:
             raise UserError("train.mixed_precision: the GPU's flash kernels need bf16; leave it on auto.")
         return _UnrolledAttention.apply(q, k, v, own_k, own_v, self._spans(len(q)))
-
-
-class EagerUnrolledAttention(UnrolledAttention):
-    """The same by an explicit mask over all keys, for comparison only: rows x (rows + steps x rows) scores."""
-
-    def attend(self, layer: int, q: Tensor) -> Tensor:
-        k, v, own_k, own_v = self._keys(layer)
-        spans = self._spans(len(q))
-        rows = torch.cat([torch.arange(span.live, span.end) for span in spans])
-        sample = torch.cat([torch.full((span.end - span.start,), number) for number, span in enumerate(spans)])
-        columns = torch.arange(len(k))
-        true_mask = (columns[None] <= rows[:, None]) & (sample[None] == sample[rows][:, None])
-        mask = torch.cat([true_mask, *[torch.eye(len(q), dtype=torch.bool)] * len(own_k)], dim=1)
-        keys, values = torch.cat([k, *own_k]), torch.cat([v, *own_v])
-        out = F.scaled_dot_product_attention(
-            q.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), attn_mask=mask, enable_gqa=True
-        )
-        return out.transpose(0, 1)
 
 
 def unroll(
