@@ -169,12 +169,17 @@ def _plots(report: dict[str, Any], history: list[dict[str, Any]]) -> list[tuple[
             ),
         ),
     ]
-    losses = [(line["step"], line["loss"]) for line in history if "loss" in line]
-    held_out = [
-        (line["step"], line["held_out_acceptance_length"]) for line in history if "held_out_acceptance_length" in line
-    ]
-    if losses:
+
+    def curve(name: str) -> list[tuple[int, float]]:
+        """A quantity of the training over its steps; of a list, what it says of the first draft token."""
+        found = [(line["step"], line[name]) for line in history if name in line]
+        return [(step, value[0] if isinstance(value, list) else value) for step, value in found]
+
+    if losses := curve("loss"):
         plots.append(("Training loss", curves({"loss": losses}, "step")))
-    if len(held_out) > 1:
+    if len(held_out := curve("held_out_acceptance_length")) > 1:
         plots.append(("Acceptance length on held-out samples, while training", curves({"held out": held_out}, "step")))
+        accuracy = {"trained on": curve("accuracy_per_step"), "held out": curve("held_out_accuracy_per_step")}
+        if all(accuracy.values()):
+            plots.append(("Accuracy of the first draft token, at any position", curves(accuracy, "step")))
     return plots

@@ -3,7 +3,7 @@
 import io
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -40,12 +40,15 @@ def bars(
     return _svg(figure, axes)
 
 
-def curves(series: dict[str, Sequence[tuple[float, float]]], axis: str) -> str:
-    """Lines over a common axis."""
+def curves(series: Mapping[str, Sequence[tuple[float, float]]], axis: str) -> str:
+    """One or two lines over a common axis."""
     figure = Figure(figsize=(6.4, 3.0))
     axes = figure.subplots()
-    for name, points in series.items():
-        axes.plot(*zip(*points, strict=True), label=name, color=_ACCENT, marker="." if len(points) < 30 else None)
+    for (name, points), style in zip(series.items(), ("-", "--"), strict=False):
+        marker = "." if len(points) < 30 else None
+        axes.plot(*zip(*points, strict=True), style, label=name, color=_ACCENT, marker=marker)
+    if len(series) > 1:
+        axes.legend(frameon=False, labelcolor=_INK)
     axes.set_xlabel(axis)
     return _svg(figure, axes)
 

@@ -254,18 +254,26 @@ class Trainer:
         k, accelerator = self.config.evaluate.k, self.accelerator
         mine = self.held_out[accelerator.process_index :: accelerator.num_processes]
         objective = accelerator.unwrap_model(self.objective)
-        parts = []
+        counted, hits, terms = Counts(k), torch.zeros(k), torch.zeros(k)
         with accelerator.autocast():
             for start in range(0, len(mine), 4):
                 batch = load_batch(self.store, mine[start : start + 4], k, self.dtype).to(self.device)
-                parts.append(walk(batch, objective(batch, 1.0)[1]))
-        counts = Counts.total(k, parts)
-        sums = torch.tensor([counts.drafts, *counts.accepted_per_position], device=self.device)
-        drafts, *accepted = accelerator.reduce(sums).tolist()
-        counts = Counts(k, drafts=drafts, accepted_per_position=accepted)
+                hit = objective(batch, 1.0)[1]
+                counted = Counts.total(k, [counted, walk(batch, hit)])
+                hits += hit.sum(1).cpu()
+                terms += batch.valid.sum(1).cpu()
+        sums = torch.stack(
+            [torch.full((k,), float(counted.drafts)), torch.tensor(counted.accepted_per_position), hits, terms]
+        )
+        drafts, accepted, hits, terms = accelerator.reduce(sums.to(self.device)).cpu()
+        counts = Counts(k, drafts=int(drafts[0]), accepted_per_position=accepted.long().tolist())
         rates = counts.acceptance_rate_per_position
         self._log(
-            {"held_out_acceptance_length": counts.acceptance_length, "held_out_acceptance_rate_per_position": rates}
+            {
+                "held_out_acceptance_length": counts.acceptance_length,
+                "held_out_acceptance_rate_per_position": rates,
+                "held_out_accuracy_per_step": (hits / terms.clamp(min=1)).tolist(),
+            }
         )
         if counts.acceptance_length < self.best.acceptance_length:
             return False
