@@ -53,14 +53,14 @@ def base_config(name: str, *overrides: str) -> Config:
     settings = [
         f"runs_dir={OUT}",
         f"name={name}",
-        "data.sources=[{name: builtin, limit: 400}]",
+        "data.sources=[{name: builtin, limit: 300}]",
         "features.dtype=float32",
     ]
     return load_config(Path("configs/smollm2-135m-eagle3.yaml"), [*settings, *overrides])
 
 
 def prepare_all() -> None:
-    """Capture 400 samples once, with the state before the final norm beside the usual ones (speculators wants it)."""
+    """Capture 300 samples once, with the state before the final norm beside the usual ones (speculators wants it)."""
     config = base_config("both", f"features.aux_layers={[*LAYERS, 30]}")
     run = Run.open(config)
     prepare(config, run)
