@@ -1,6 +1,7 @@
 """Sources of prompts: every form, what is wrong with a row, duplicates, the split."""
 
 import json
+import re
 from collections import Counter
 
 import datasets
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdraft.config import DataConfig, Source
-from sparkdraft.data.prompts import Prompt, is_held_out, load_prompts
+from sparkdraft.data.prompts import BUILTIN, Prompt, is_held_out, load_prompts
 from sparkdraft.errors import UserError
 
 FORMS = [
@@ -141,3 +142,13 @@ def test_passages_stand_before_their_question(tmp_path, monkeypatch):
             assert 0 <= text.index(row["text"]) < text.index(question)
             counts[sum(other["text"] in text for other in rows)] += 1
     assert set(counts) == {1, 2, 3}
+
+
+def test_forms_are_filled_as_often_as_they_say():
+    """Every slot filled, no text twice, no entry beside itself."""
+    written = json.loads((BUILTIN / "forms.json").read_text(encoding="utf-8"))
+    texts = [prompt.turns[0] for prompt in load_prompts(DataConfig())[0]]
+    assert not [text for form in written["forms"] for text in texts if text == form["text"]]
+    for form in written["forms"]:
+        pattern = "(.+)".join(map(re.escape, re.split(r"{\w+}", form["text"])))
+        assert sum(bool(re.fullmatch(pattern, text)) for text in texts) >= form["count"]

@@ -5,7 +5,9 @@ A row is read in any of three forms: ShareGPT (`conversations` with `from`/`valu
 """
 
 import hashlib
+import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -183,6 +185,8 @@ def _conversation(messages: Any, kind: str, place: str) -> Prompt:
 def _builtin() -> Iterator[Prompt]:
     """The prompts written for this project: one file a kind, and passages from which summaries and questions are made."""
     for file in sorted(BUILTIN.iterdir(), key=lambda file: file.name):
+        if file.name == "forms.json":
+            yield from _filled(json.loads(file.read_text(encoding="utf-8")))
         if not file.name.endswith(".jsonl"):
             continue
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
@@ -203,3 +207,17 @@ def _passages(rows: list[dict[str, Any]]) -> Iterator[Prompt]:
             texts.sort(key=digest)
             form = _ASK[(choice >> (4 * offset)) % len(_ASK)]
             yield Prompt("passages", (form.format(context="\n\n".join(texts), question=question),))
+
+
+def _filled(written: dict[str, Any]) -> Iterator[Prompt]:
+    """Forms ("Explain {concept} to {audience}.") with their slots filled from lists, `count` ways each, chosen by hash. A
+    digit after a slot's name asks for another entry of the same list."""
+    for form in written["forms"]:
+        slots = {slot: written["lists"][slot.rstrip("0123456789")] for slot in re.findall(r"{(\w+)}", form["text"])}
+        choices = (
+            {slot: values[int(digest([form["text"], slot, n]), 16) % len(values)] for slot, values in slots.items()}
+            for n in range(50 * form["count"])
+        )
+        texts = (form["text"].format(**choice) for choice in choices if len(set(choice.values())) == len(choice))
+        for text in itertools.islice(dict.fromkeys(texts), form["count"]):
+            yield Prompt(form["kind"], (text,))
