@@ -56,7 +56,7 @@ class DataConfig(Strict):
     sources: list[Annotated[Source, BeforeValidator(_as_source)]] = [Source()]
     regenerate: bool = True
     """Answer every user turn with the target itself (on-policy); false keeps the answers that the files hold."""
-    max_new_tokens: PositiveInt = 128
+    max_new_tokens: PositiveInt = 256
     temperature: Annotated[float, Field(ge=0)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     batch_size: PositiveInt = 64

@@ -113,9 +113,11 @@ def test_every_flag_survives_the_way_through_the_files(tmp_path, target):
         assert all(torch.equal(a, loaded.state_dict()[name]) for name, a in draft.state_dict().items())
 
 
-def test_the_warm_start_repeats_the_targets_last_layer(target, target_model):
-    """fc lets the last auxiliary state pass; a block with the target's last layer and norm on it gives its logits."""
-    draft = Eagle3Draft(Eagle3Config.of(DraftConfig(), target, [2, 15, target.num_layers - 1], target.vocab_size))
+@pytest.mark.parametrize(("layers", "kv_heads"), [(1, None), (1, 9), (2, None), (3, 9)])
+def test_the_warm_start_repeats_the_targets_last_layers(target, target_model, layers, kv_heads):
+    """fc lets the last auxiliary state pass; blocks with the target's last layers and norm on it give its logits."""
+    settings = DraftConfig(num_layers=layers, num_key_value_heads=kv_heads)
+    draft = Eagle3Draft(Eagle3Config.of(settings, target, [2, 15, target.num_layers - layers], target.vocab_size))
     draft.set_vocabulary(torch.arange(target.vocab_size))
     draft.initialise(target, torch.Generator())
     draft.set_embeddings(target.rows("embed").float())

@@ -354,10 +354,10 @@ class Eagle3Draft(nn.Module):
     def initialise(self, target: Target | None, generator: torch.Generator) -> None:
         """Random start (normal, 0.02), or, given a target, a warm one.
 
-        The warm start lets the last auxiliary state pass, reads it with the target's last layer, and judges the outcome
-        with its final norm and lm_head rows, so that the untrained draft already repeats the target's last guess; the
-        inputs that the target's layer does not have (embeddings, other auxiliary states) start at zero. Tensors whose
-        shapes differ (gated attention, experts) keep their random start.
+        The warm start lets the last auxiliary state pass, reads it with as many of the target's last layers as the draft
+        has, and judges the outcome with its final norm and lm_head rows, so that the untrained draft already repeats the
+        target's last guess; the inputs that the target's layers do not have (embeddings, other auxiliary states) start at
+        zero. Tensors whose shapes differ (gated attention, experts) keep their random start.
         """
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -373,18 +373,26 @@ class Eagle3Draft(nn.Module):
         self.norm.weight.copy_(target.final_norm() + norm_shift)
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-        tensors = target.layer_tensors(target.num_layers - 1)
-        for name, parameter in self.layers[-1].named_parameters():
-            if name == "input_layernorm.weight" and self.layers[-1].index == 0:
+        for layer in self.layers:
+            self._start_layer(layer, target.layer_tensors(target.num_layers - len(self.layers) + layer.index), norm_shift)
+
+    def _start_layer(self, layer: DecoderLayer, tensors: dict[str, Tensor], norm_shift: float) -> None:
+        """Copy one of the target's layers; the columns that read the embeddings start at zero."""
+        for name, parameter in layer.named_parameters():
+            if name == "input_layernorm.weight" and layer.index == 0:
                 continue  # norms the embeddings, which the target's layer does not read
             source = tensors.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
             if source is None:
                 continue
+            if name.endswith(("k_proj.weight", "v_proj.weight")) and parameter.shape[0] % source.shape[0] == 0:
+                # more key-value heads than the target's: each copy serves some of the queries of its original
+                heads = source.unflatten(0, (-1, self.config.head_dim))
+                source = heads.repeat_interleave(parameter.shape[0] // source.shape[0], 0).flatten(0, 1)
             if source.shape == parameter.shape:
                 parameter.copy_(source + (norm_shift if parameter.dim() == 1 else 0.0))
-            elif parameter.dim() == 2 and source.shape == (parameter.shape[0], parameter.shape[1] - hidden):
+            elif parameter.dim() == 2 and source.shape == (parameter.shape[0], parameter.shape[1] - source.shape[1]):
                 parameter.zero_()
-                parameter[:, hidden:].copy_(source)
+                parameter[:, source.shape[1] :].copy_(source)
 
     # --- files ---------------------------------------------------------------------------------------------------
 
