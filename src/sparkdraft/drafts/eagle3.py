@@ -374,7 +374,9 @@ class Eagle3Draft(nn.Module):
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
         for layer in self.layers:
-            self._start_layer(layer, target.layer_tensors(target.num_layers - len(self.layers) + layer.index), norm_shift)
+            self._start_layer(
+                layer, target.layer_tensors(target.num_layers - len(self.layers) + layer.index), norm_shift
+            )
 
     def _start_layer(self, layer: DecoderLayer, tensors: dict[str, Tensor], norm_shift: float) -> None:
         """Copy one of the target's layers; the columns that read the embeddings start at zero."""
