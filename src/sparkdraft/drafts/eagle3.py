@@ -373,15 +373,13 @@ class Eagle3Draft(nn.Module):
         self.norm.weight.copy_(target.final_norm() + norm_shift)
         self.fc.weight.zero_()
         self.fc.weight[:, -hidden:].copy_(torch.eye(hidden))
-        for layer in self.layers:
-            self._start_layer(
-                layer, target.layer_tensors(target.num_layers - len(self.layers) + layer.index), norm_shift
-            )
+        for index, layer in enumerate(self.layers):
+            self._start_layer(layer, target.layer_tensors(target.num_layers - len(self.layers) + index), norm_shift)
 
-    def _start_layer(self, layer: DecoderLayer, tensors: dict[str, Tensor], norm_shift: float) -> None:
+    def _start_layer(self, layer: nn.Module, tensors: dict[str, Tensor], norm_shift: float) -> None:
         """Copy one of the target's layers; the columns that read the embeddings start at zero."""
         for name, parameter in layer.named_parameters():
-            if name == "input_layernorm.weight" and layer.index == 0:
+            if name == "input_layernorm.weight" and layer is self.layers[0]:
                 continue  # norms the embeddings, which the target's layer does not read
             source = tensors.get("input_layernorm.weight" if name == "hidden_norm.weight" else name)
             if source is None:
